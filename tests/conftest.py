@@ -1,0 +1,32 @@
+"""Sets the stage for every test: eight virtual CPU devices, and array annotations of jaxinfer checked at run time."""
+
+import os
+
+import jax
+import jaxtyping
+import pytest
+
+import tests.typechecker
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run on the machine's GPUs (use with: -m gpu)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before anything imports jaxinfer or starts a backend.
+    jaxtyping.install_import_hook("jaxinfer", f"{tests.typechecker.__name__}.checked")
+    if config.getoption("--gpu"):
+        return
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    # Eight devices on few cores can come to a collective further apart than XLA's limit of 40 s, which would kill
+    # the process.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+
+
+@pytest.fixture(autouse=True)
+def _gpu_only(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not request.config.getoption("--gpu"):
+        pytest.skip("needs a GPU: run with --gpu")
