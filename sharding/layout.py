@@ -48,11 +48,10 @@ class Layout:
         return (local_index // self.stripe * self.cp + turn) * self.stripe + local_index % self.stripe
 
     def local_length(self, length, rank, home):
-        """How many of the positions `0 .. length-1` lie on `rank`."""
+        """How many of the positions `0 .. length-1` lie on `rank`; they are its local indices `0 .. n-1`."""
         turn = (rank - home) % self.cp
-        rest = length % self.round_tokens - turn * self.stripe
-        rest = min(max(rest, 0), self.stripe)
-        return length // self.round_tokens * self.stripe + rest
+        stripes, rest = length // self.stripe, length % self.stripe
+        return (stripes + self.cp - 1 - turn) // self.cp * self.stripe + (stripes % self.cp == turn) * rest
 
     def pages_needed(self, length: int, rank: int, home: int) -> int:
         """Pages that a sequence of `length` tokens occupies on `rank`."""

@@ -1,0 +1,24 @@
+"""Attention of a chunk of queries over one block of latent keys, heads expanded."""
+
+import jax
+
+from jaxinfer.kernels.reference import mla_prefill as reference
+
+
+def mla_prefill(
+    q: jax.Array, latents: jax.Array, k_b: jax.Array, v_b: jax.Array, key_limit: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1) with keys and values expanded from the latents.
+
+    Args:
+        q: `[T, H, nope + rope]` queries, rotary part last and already rotated.
+        latents: `[S, kv_rank + rope]` normalised latents, then the shared rotated key.
+        k_b: `[H, nope, kv_rank]` expands a latent to the keys of each head.
+        v_b: `[H, v, kv_rank]` expands a latent to the values of each head.
+        key_limit: `[T]` int32, how many of the block's first keys each query sees, 0 to S.  Latents from the largest
+            limit on may hold anything: they are never read.
+        scale: factor on the scores.
+
+    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, both float32; a query that sees no key has 0 and -inf.
+    """
+    return reference.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)

@@ -1,0 +1,41 @@
+"""`mla_decode` in jnp: an online softmax over tiles of pages, as many as the longest sequence has."""
+
+import jax.numpy as jnp
+from jax import lax
+
+_TILE_BYTES = 128 * 2**20
+
+
+def mla_decode(q, cache, layer, page_table, lengths, *, scale):
+    """See `jaxinfer.kernels.mla_decode`.  Operands keep the type of `q`, products accumulate in float32."""
+    batch, heads, dim = q.shape
+    page_size, num_pages = cache.shape[2], page_table.shape[1]
+    tile_pages = min(num_pages, max(1, _TILE_BYTES // (batch * page_size * (dim + 2 * heads) * 4)))
+    tile = tile_pages * page_size
+    page_table = jnp.pad(page_table, ((0, 0), (0, -num_pages % tile_pages)))
+
+    def step(index, state):
+        out, top, total = state
+        pages = lax.dynamic_slice_in_dim(page_table, index * tile_pages, tile_pages, 1)
+        keys = cache.at[layer, pages].get(mode="clip").reshape(batch, tile, dim)
+        seen = index * tile + jnp.arange(tile) < lengths[:, None]
+        # Memory that was never written may hold NaN, which a weight of zero does not silence.
+        keys = jnp.where(seen[..., None], keys, 0).astype(q.dtype)
+        scores = jnp.einsum("bhd,bsd->bhs", q, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        weights = jnp.exp(scores - shift[..., None])
+        rescale = jnp.exp(top - shift)
+        part = jnp.einsum("bhs,bsd->bhd", weights.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+        return out * rescale[..., None] + part, new_top, total * rescale + jnp.sum(weights, axis=-1)
+
+    start = (
+        jnp.zeros((batch, heads, dim), jnp.float32),
+        jnp.full((batch, heads), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, heads), jnp.float32),
+    )
+    tiles = (jnp.max(lengths) + tile - 1) // tile
+    out, top, total = lax.fori_loop(0, tiles, step, start)
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return out, jnp.where(total == 0.0, -jnp.inf, top + jnp.log(jnp.where(total == 0.0, 1.0, total)))
