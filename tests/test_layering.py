@@ -27,11 +27,11 @@ def sources() -> dict[str, Path]:
     files = {}
     for folder in ("jaxinfer", *TOP):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if parts[0] == "jaxinfer" and len(parts) > 2 and parts[1] in TOP:
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if folder == "jaxinfer" and len(parts) > 2 and parts[1] in TOP:
                 continue  # the same file, reached through the link
-            parts = parts if parts[0] == "jaxinfer" else ("jaxinfer", *parts)
-            files[".".join(parts).removesuffix(".__init__")] = path
+            name = ".".join(parts if folder == "jaxinfer" else ["jaxinfer", *parts])
+            files[name.removesuffix(".__init__")] = path
     return files
 
 
