@@ -23,15 +23,12 @@ WEB_FOLDERS = ("jaxinfer.serve", "jaxinfer.server", "jaxinfer.http")
 
 
 def sources() -> dict[str, Path]:
-    """Module name -> file, for all of jaxinfer; the linked folders count as its parts."""
+    """Module name -> file, for all of jaxinfer; the linked folders count as its parts (rglob follows no links)."""
     files = {}
     for folder in ("jaxinfer", *TOP):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if folder == "jaxinfer" and len(parts) > 2 and parts[1] in TOP:
-                continue  # the same file, reached through the link
-            name = ".".join(parts if folder == "jaxinfer" else ["jaxinfer", *parts])
-            files[name.removesuffix(".__init__")] = path
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            files[name if folder == "jaxinfer" else f"jaxinfer.{name}"] = path
     return files
 
 
