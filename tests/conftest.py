@@ -3,7 +3,6 @@
 import os
 
 import jax
-import jaxtyping
 import pytest
 
 import tests.typechecker
@@ -15,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports jaxinfer or starts a backend.
-    jaxtyping.install_import_hook("jaxinfer", f"{tests.typechecker.__name__}.checked")
+    tests.typechecker.install()
     if config.getoption("--gpu"):
         return
     jax.config.update("jax_platforms", "cpu")
