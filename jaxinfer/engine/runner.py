@@ -1,0 +1,241 @@
+"""The only border between host and device: scheduled steps in, sampled tokens out."""
+
+import logging
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxinfer.cache import allocate
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.engine.batching import Batcher, Packed, logit_rules, needs_rules, sampling_rows
+from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.request import Sequence
+from jaxinfer.engine.sampling import Choice
+from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
+from jaxinfer.model.batch import batch_specs
+from jaxinfer.model.params import Tree
+from jaxinfer.model.transformer import Transformer
+from jaxinfer.sharding.rules import Rules
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs steps of one model on one mesh.  Implements `jaxinfer.engine.step.Runner`.
+
+    Args:
+        config: the model.
+        params: its weights, laid out as `parameter_specs` says.
+        rope: `{"cos", "sin"}` tables, float32 `[max_context, rope / 2]`, replicated.
+        cache: shape, type and sharding of the cache, as `cache_spec` makes it.
+        capacity: what the scheduler may ask for.
+        tile_tokens: tokens of context on each rank that prefill attention reads at a time.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Tree,
+        rope: Tree,
+        cache: jax.ShapeDtypeStruct,
+        capacity: Capacity,
+        rules: Rules,
+        mesh: Mesh,
+        tile_tokens: int,
+    ):
+        self.capacity = capacity
+        self.params, self.rope = params, rope
+        self._cache_spec, self.cache = cache, allocate(cache)
+        self._eos_ids = config.eos_token_ids
+        self._rules, self._mesh = rules, mesh
+        self._batcher = Batcher(capacity, tile_tokens)
+        model = Transformer(config, params["embed"].dtype)
+        self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
+
+    def compile(self, progress: Any = None) -> None:
+        """Compiles every program for every shape that a step can have, by running each on an empty batch.
+
+        `progress` is called with a line of text before each.
+        """
+        say = progress or (lambda text: None)
+        replicas, width = self.capacity.replicas, self.capacity.max_segments
+        nobody: list[list[Any]] = [[] for _ in range(replicas)]
+        started = time.monotonic()
+        logits = None
+        for tokens in self._batcher.prefill_buckets:
+            say(f"prefill of {tokens} tokens per rank")
+            hidden = self._run_prefill(self._batcher.prefill(nobody, tokens))
+            logits = self._row_logits(hidden, nobody)
+        for rows in self._batcher.decode_buckets:
+            say(f"decode of {rows} sequences")
+            self._sample(self._run_decode(nobody, rows), nobody, rows)
+            self._sample(self._run_decode(nobody, rows), nobody, rows, with_rules=True)
+        say("sampling")
+        assert logits is not None
+        for with_rules in (False, True):
+            self._sample(logits, nobody, width, with_rules)
+        jax.block_until_ready(self._score(logits, np.zeros((replicas, width), np.int32)))
+        jax.block_until_ready(self.cache)
+        log.info("compiled all shapes in %.1f s", time.monotonic() - started)
+
+    def run(self, step: Step) -> StepResult:
+        """Computes one step; raises what the device raises.
+
+        Decode is dispatched before prefill, and the tokens of both are on their way to the host while the device
+        works on.
+        """
+        decoded = self._start_decode(step.decode) if any(step.decode) else None
+        prefilled = self._prefill(step.prefill) if any(step.prefill) else [[] for _ in step.prefill]
+        decode = [[] for _ in step.decode] if decoded is None else _collect(decoded, step.decode)
+        return StepResult(prefill=prefilled, decode=decode)
+
+    def cache_alive(self) -> bool:
+        """False after a step that took the cache over and failed."""
+        return not self.cache.is_deleted()
+
+    def reset_cache(self) -> None:
+        """A new cache, of zeros."""
+        self.cache = allocate(self._cache_spec)
+
+    def _put(self, batch: Any) -> Any:
+        """One transfer of all arrays of a batch."""
+        specs = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), batch_specs(batch, self._rules))
+        return jax.device_put(batch, specs)
+
+    def _put_rows(self, arrays: Any) -> Any:
+        """Arrays whose leading dimension is the replica."""
+        spec = self._rules.spec(("replica",), (self.capacity.replicas,))
+        return jax.device_put(arrays, NamedSharding(self._mesh, spec))
+
+    def _run_prefill(self, packed: Packed) -> jax.Array:
+        self.cache, hidden = self._programs.prefill(self.params, self.cache, self.rope, self._put(packed.batch))
+        return hidden
+
+    def _run_decode(self, sequences: list[list[Sequence]], rows: int | None = None) -> jax.Array:
+        batch = self._put(self._batcher.decode(sequences, rows))
+        self.cache, logits = self._programs.decode(self.params, self.cache, self.rope, batch)
+        return logits
+
+    def _row_logits(self, hidden: jax.Array, places: list[list[tuple[int, int]]]) -> jax.Array:
+        rows = self._batcher.rows(places)
+        return self._programs.rows(self.params, hidden, *self._put_rows((rows.rank, rows.index)))
+
+    def _sample(
+        self, logits: jax.Array, sequences: list[list[Any]], width: int, with_rules: bool | None = None
+    ) -> Choice:
+        """Samples rows of logits `[R, width, vocab]` and starts the copy of the result to the host."""
+        if with_rules is None:
+            with_rules = any(needs_rules(sequence) for group in sequences for sequence in group)
+        rules = logit_rules(sequences, width, self.capacity.vocab_size, self._eos_ids) if with_rules else None
+        choice = self._programs.sample(logits, *self._put_rows((sampling_rows(sequences, width), rules)))
+        for array in jax.tree.leaves(choice):
+            array.copy_to_host_async()
+        return choice
+
+    def _score(self, logits: jax.Array, targets: np.ndarray) -> tuple[jax.Array, ...]:
+        return self._programs.score(logits, self._put_rows(targets))
+
+    def _start_decode(self, sequences: list[list[Sequence]]) -> Choice:
+        logits = self._run_decode(sequences)
+        return self._sample(logits, sequences, logits.shape[1])
+
+    def _prefill(self, segments: list[list[PrefillSegment]]) -> list[list[SegmentResult]]:
+        packed = self._batcher.prefill(segments)
+        hidden = self._run_prefill(packed)
+        results = [[SegmentResult() for _ in group] for group in segments]
+        self._sample_ends(segments, packed, hidden, results)
+        for r, group in enumerate(segments):
+            for s, segment in enumerate(group):
+                if segment.sequence.request.logit_rows is not None:
+                    results[r][s].logits = self._segment_logits(r, segment, packed.places[r][s], hidden)
+                if wants_prompt_logprobs(segment):
+                    results[r][s].prompt_logprobs = self._prompt_rows(r, segment, packed.places[r][s], hidden)
+        return results
+
+    def _sample_ends(self, segments, packed: Packed, hidden: jax.Array, results: list[list[SegmentResult]]) -> None:
+        """Samples the first token of every prompt that ends in this step."""
+        ending = [
+            [s for s, segment in enumerate(group) if segment.ends_prompt and segment.sequence.request.logit_rows is None]
+            for group in segments
+        ]
+        if not any(ending):
+            return
+        places = [
+            [tuple(int(at[-1]) for at in packed.places[r][s]) for s in group] for r, group in enumerate(ending)
+        ]
+        sequences = [[segments[r][s].sequence for s in group] for r, group in enumerate(ending)]
+        choice = self._sample(self._row_logits(hidden, places), sequences, self.capacity.max_segments)
+        for r, group in enumerate(_collect(choice, sequences)):
+            for s, sampled in zip(ending[r], group, strict=True):
+                results[r][s].sampled = sampled
+
+    def _blocks(self, replica: int, rows: np.ndarray, places: tuple[np.ndarray, np.ndarray], hidden: jax.Array):
+        """Logits of rows of one segment, a block of `max_segments` at a time: (rows of the block, logits)."""
+        width = self.capacity.max_segments
+        for first in range(0, len(rows), width):
+            block = rows[first : first + width]
+            wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.capacity.replicas)]
+            wanted[replica] = [(int(places[0][row]), int(places[1][row])) for row in block]
+            yield block, self._row_logits(hidden, wanted)
+
+    def _segment_logits(self, replica, segment: PrefillSegment, places, hidden: jax.Array) -> np.ndarray:
+        rows = np.asarray(segment.logit_rows, np.int64) - segment.start
+        blocks = [
+            np.asarray(logits)[replica, : len(block)] for block, logits in self._blocks(replica, rows, places, hidden)
+        ]
+        return np.concatenate([np.zeros((0, self.capacity.vocab_size), np.float32), *blocks])
+
+    def _prompt_rows(self, replica: int, segment: PrefillSegment, places, hidden: jax.Array) -> PromptRows:
+        ids = segment.sequence.token_ids
+        last = min(segment.end, len(ids) - 1)
+        rows = np.arange(segment.start, last) - segment.start
+        parts = []
+        for block, logits in self._blocks(replica, rows, places, hidden):
+            targets = np.zeros((self.capacity.replicas, self.capacity.max_segments), np.int32)
+            targets[replica, : len(block)] = ids[segment.start + block[0] + 1 : segment.start + block[-1] + 2]
+            scored = self._score(logits, targets)
+            parts.append([np.asarray(array)[replica, : len(block)] for array in scored])
+        if not parts:
+            empty = np.zeros((0,), np.float32), np.zeros((0,), np.int32)
+            return PromptRows(
+                first_row=segment.start,
+                logprobs=empty[0],
+                ranks=empty[1],
+                top_ids=empty[1][:, None],
+                top_logprobs=empty[0][:, None],
+            )
+        logprobs, ranks, top_ids, top_logprobs = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return PromptRows(
+            first_row=segment.start, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
+        )
+
+
+def wants_prompt_logprobs(segment: PrefillSegment) -> bool:
+    return segment.sequence.request.params.prompt_logprobs is not None
+
+
+def _collect(choice: Choice, sequences: list[list[Sequence]]) -> list[list[Sampled]]:
+    """The host's form of a choice; waits for the device."""
+    host = jax.tree.map(np.asarray, choice)
+    return [
+        [_sampled(host, r, n, sequence.request.params.logprobs) for n, sequence in enumerate(group)]
+        for r, group in enumerate(sequences)
+    ]
+
+
+def _sampled(choice: Choice, r: int, n: int, logprobs: int | None) -> Sampled:
+    token, finite = int(choice.token[r, n]), bool(choice.finite[r, n])
+    if logprobs is None or choice.logprob is None:
+        return Sampled(token_id=token, finite=finite)
+    assert choice.rank is not None and choice.top_token is not None and choice.top_logprob is not None
+    top = [(int(choice.top_token[r, n, i]), float(choice.top_logprob[r, n, i])) for i in range(logprobs)]
+    return Sampled(
+        token_id=token,
+        logprob=float(choice.logprob[r, n]),
+        rank=int(choice.rank[r, n]),
+        top=top,
+        finite=finite,
+    )

@@ -1,0 +1,112 @@
+"""Multi-head latent attention (arXiv 2405.04434): expanded over a ring of latents in prefill, absorbed in decode."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.mla_decode import mla_decode
+from jaxinfer.kernels.mla_prefill import mla_prefill
+from jaxinfer.kernels.norm import rms_norm
+from jaxinfer.kernels.rope import apply_rope
+from jaxinfer.model.batch import DecodeBatch, PrefillBatch
+from jaxinfer.model.linear import linear
+from jaxinfer.model.params import weight
+from jaxinfer.model.rope import softmax_scale
+from jaxinfer.sharding.collectives import all_gather, all_reduce, merge, merge_over, ring
+from jaxinfer.sharding.layout import Layout
+from jaxinfer.sharding.rules import Plan
+
+RopeTable = tuple[jax.Array, jax.Array]
+
+
+class Attention(nnx.Module):
+    """The attention of one layer, on this rank's heads."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.config = config
+        d, heads = config.hidden_size, config.num_heads
+        qk, nope, v = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
+        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+        if q_rank is None:
+            self.q = weight((heads, qk, d), ("heads", None, None), dtype)
+        else:
+            self.q_a = weight((q_rank, d), ("latent", None), dtype)
+            self.q_a_norm = weight((q_rank,), (None,), dtype)
+            self.q_b = weight((heads, qk, q_rank), ("heads", None, None), dtype)
+        self.kv_a = weight((config.latent_dim, d), ("latent", None), dtype)
+        self.kv_a_norm = weight((kv_rank,), (None,), dtype)
+        self.k_b = weight((heads, nope, kv_rank), ("heads", None, None), dtype)
+        self.v_b = weight((heads, v, kv_rank), ("heads", None, None), dtype)
+        self.o = weight((d, heads, v), (None, "heads", None), dtype)
+
+    def prefill(
+        self, x: jax.Array, cache: jax.Array, layer: jax.Array, batch: PrefillBatch, rope: RopeTable, layout: Layout, plan: Plan
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends this rank's tokens `x [T, d]` to every earlier token of their sequences, on all cp ranks.
+
+        Writes the tokens' latents to the cache first: they lie on this rank.  Then every tile of cached latents goes
+        once around the cp ring, and the partial results merge by log-sum-exp.  Returns `[T, d]` and the cache.
+        """
+        q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
+        cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
+        q = jnp.concatenate((q_nope, q_rope), axis=-1)
+        scale = softmax_scale(self.config)
+        tile_tokens = batch.tile_pages.shape[1] * layout.page_size
+
+        def tile(index, partial):
+            segment, start = batch.tile_segment[index], batch.tile_start[index]
+            block = cache.at[layer, batch.tile_pages[index]].get(mode="clip").reshape(tile_tokens, -1)
+
+            def visit(partial, block, source):
+                seen = layout.local_length(batch.positions + 1, source, batch.homes[segment])
+                limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
+                return merge(*partial, *mla_prefill(q, block, self.k_b, self.v_b, limit, scale=scale))
+
+            return ring(visit, partial, block, "cp")
+
+        tokens, heads, v = x.shape[0], self.v_b.shape[0], self.config.v_head_dim
+        nothing = jnp.zeros((tokens, heads, v), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+        out, _ = lax.fori_loop(0, batch.num_tiles, tile, nothing)
+        return self._output(out.astype(x.dtype), plan), cache
+
+    def decode(
+        self, x: jax.Array, cache: jax.Array, layer: jax.Array, batch: DecodeBatch, rope: RopeTable, layout: Layout, plan: Plan
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends one token per sequence, `x [B, d]`, the same on all cp ranks, to the keys that each rank holds.
+
+        Returns `[B, d]` and the cache.
+        """
+        q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
+        cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
+        absorbed = linear("bhn,hnc->bhc", q_nope, self.k_b)
+        heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
+        q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
+        lengths = layout.local_length(batch.positions + 1, lax.axis_index("cp"), batch.homes)
+        out, lse = mla_decode(q, cache, layer, batch.page_table, lengths, scale=softmax_scale(self.config))
+        attended = merge_over(out[..., : self.config.kv_lora_rank], lse, "cp", scatter_heads=heads_over_cp)
+        return self._output(linear("bhc,hvc->bhv", attended.astype(x.dtype), self.v_b), plan), cache
+
+    def _project(self, x, positions, rope, plan):
+        """Queries `[T, H, nope]` and `[T, H, rope]` of this rank's heads, and latents `[T, kv_rank + rope]`."""
+        config = self.config
+        if config.q_lora_rank is None:
+            q = linear("td,hqd->thq", x, self.q)
+        else:
+            q_latent = self._latent(x, self.q_a, config.q_lora_rank, plan)
+            q_latent = rms_norm(q_latent, self.q_a_norm, config.latent_norm_eps)
+            q = linear("tr,hqr->thq", q_latent, self.q_b)
+        cos, sin = (table.at[positions].get(mode="clip") for table in rope)
+        q_nope, q_rope = jnp.split(q, (config.qk_nope_head_dim,), axis=-1)
+        q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
+        latent = self._latent(x, self.kv_a, config.latent_dim, plan)
+        latent, k_rope = jnp.split(latent, (config.kv_lora_rank,), axis=-1)
+        latent = rms_norm(latent, self.kv_a_norm, config.latent_norm_eps)
+        return q_nope, q_rope, jnp.concatenate((latent, apply_rope(k_rope, cos, sin)), axis=-1)
+
+    def _latent(self, x, projection, size, plan):
+        return all_gather(linear("td,rd->tr", x, projection), plan.axes("latent", size), 1)
+
+    def _output(self, out, plan):
+        return all_reduce(linear("thv,dhv->td", out, self.o), plan.axes("heads", self.config.num_heads))

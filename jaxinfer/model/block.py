@@ -1,0 +1,51 @@
+"""One layer: attention and feed-forward, each behind a norm and around a residual."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.norm import rms_norm
+from jaxinfer.model.attention import Attention, RopeTable
+from jaxinfer.model.batch import DecodeBatch, PrefillBatch
+from jaxinfer.model.moe import MLP, MoE
+from jaxinfer.model.params import weight
+from jaxinfer.sharding.layout import Layout
+from jaxinfer.sharding.rules import Plan
+
+
+class Block(nnx.Module):
+    """A dense layer (`kind="dense"`) or a mixture-of-experts layer (`kind="moe"`)."""
+
+    def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype):
+        d = config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.kind = kind
+        self.attn_norm = weight((d,), (None,), dtype)
+        self.attention = Attention(config, dtype)
+        self.mlp_norm = weight((d,), (None,), dtype)
+        if kind == "dense":
+            self.mlp = MLP(d, config.intermediate_size, dtype)
+        else:
+            self.moe = MoE(config, dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: jax.Array,
+        layer: jax.Array,
+        batch: PrefillBatch | DecodeBatch,
+        rope: RopeTable,
+        layout: Layout,
+        plan: Plan,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x [T, d]` to `[T, d]`, and the cache with this layer's latents of the batch written."""
+        with jax.named_scope("attention"):
+            attend = self.attention.prefill if isinstance(batch, PrefillBatch) else self.attention.decode
+            h = rms_norm(x, self.attn_norm, self.eps)
+            out, cache = attend(h, cache, layer, batch, rope, layout, plan)
+            x = x + out
+        with jax.named_scope(self.kind):
+            h = rms_norm(x, self.mlp_norm, self.eps)
+            out = self.mlp(h, plan) if self.kind == "dense" else self.moe(h, batch.positions >= 0, plan)
+            return x + out, cache

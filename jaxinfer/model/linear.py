@@ -1,0 +1,9 @@
+"""The one product of activations and weights."""
+
+import jax
+import jax.numpy as jnp
+
+
+def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`einsum(equation, x, weight)`, accumulated in float32 and rounded once, to the type of `x`."""
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,0 +1,107 @@
+"""Feed-forward layers: dense SwiGLU, and mixture of experts with the routers of DeepSeek V2 and V3."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.moe import moe_experts
+from jaxinfer.model.linear import linear
+from jaxinfer.model.params import weight
+from jaxinfer.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from jaxinfer.sharding.rules import Plan
+
+EXCHANGE_TOKENS = 1024
+"""Tokens of each rank that are exchanged with the other expert ranks at a time: bounds the memory of the exchange."""
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202): `down(silu(gate x) * up x)`, the width divided where the rules say."""
+
+    def __init__(self, hidden: int, width: int, dtype: jnp.dtype):
+        self.width = width
+        self.gate_up = weight((2, width, hidden), (None, "mlp", None), dtype)
+        self.down = weight((hidden, width), (None, "mlp"), dtype)
+
+    def __call__(self, x: jax.Array, plan: Plan) -> jax.Array:
+        """`x [T, d]` to `[T, d]`."""
+        gate, up = jnp.einsum("td,gid->gti", x, self.gate_up, preferred_element_type=jnp.float32)
+        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return all_reduce(linear("ti,di->td", hidden, self.down), plan.axes("mlp", self.width))
+
+
+class MoE(nnx.Module):
+    """Routed experts, divided over the ranks, plus the shared experts that every token passes."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.config = config
+        experts, d, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.router = weight((experts, d), (None, None), jnp.dtype(jnp.float32))
+        if config.router == "sigmoid_noaux_tc":
+            self.router_bias = weight((experts,), (None,), jnp.dtype(jnp.float32))
+        self.gate_up = weight((experts, 2, width, d), ("experts", None, "expert_mlp", None), dtype)
+        self.down = weight((experts, d, width), ("experts", None, "expert_mlp"), dtype)
+        if config.num_shared_experts:
+            self.shared = MLP(d, config.num_shared_experts * width, dtype)
+
+    def __call__(self, x: jax.Array, occupied: jax.Array, plan: Plan) -> jax.Array:
+        """`x [T, d]` to `[T, d]`; rows that are not `occupied` (bool `[T]`) hold no token and reach no expert."""
+        experts, weights = self.route(x)
+        experts = jnp.where(occupied[:, None], experts, self.config.num_experts)
+        out = self._routed(x, experts, weights, plan)
+        return out + self.shared(x, plan) if self.config.num_shared_experts else out
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token, int32 `[T, k]`, and their weights, float32 `[T, k]`; all in float32."""
+        logits = jnp.einsum("td,ed->te", x.astype(jnp.float32), self.router, precision=lax.Precision.HIGHEST)
+        bias = self.router_bias if self.config.router == "sigmoid_noaux_tc" else None
+        return select_experts(logits, bias, self.config)
+
+    def _routed(self, x, experts, weights, plan):
+        """Sends tokens to the ranks that hold their experts and sums what comes back, a tile of tokens at a time.
+
+        Every rank receives all tokens of a tile and computes those of its own experts, so memory does not depend on
+        the routing: a tile of inputs, of float32 outputs, and one block of the expert kernel.
+        """
+        config = self.config
+        expert_axes = plan.axes("experts", config.num_experts)
+        exchange = tuple(axis for axis in expert_axes if axis in plan.token_axes)
+        replicated = tuple(axis for axis in expert_axes if axis not in plan.token_axes)
+        reduce = replicated + plan.axes("expert_mlp", config.moe_intermediate_size)
+        first = lax.axis_index(expert_axes) * self.gate_up.shape[0] if expert_axes else 0
+
+        def tile(piece):
+            x, experts, weights = (all_gather(array, exchange, 0) for array in piece)
+            out = moe_experts(x, experts - first, weights, self.gate_up, self.down)
+            return reduce_scatter(all_reduce(out, reduce), exchange, 0).astype(x.dtype)
+
+        tokens = x.shape[0]
+        size = EXCHANGE_TOKENS if tokens % EXCHANGE_TOKENS == 0 else tokens
+        pieces = jax.tree.map(lambda a: a.reshape(tokens // size, size, *a.shape[1:]), (x, experts, weights))
+        return lax.map(tile, pieces).reshape(x.shape)
+
+
+def select_experts(
+    logits: jax.Array, bias: jax.Array | None, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The routers of DeepSeek V2 (arXiv 2405.04434, section 2.2) and V3 (arXiv 2412.19437, section 2.1.2).
+
+    Args: `logits [T, E]` float32; `bias [E]` float32, which takes part in the selection only (V3).
+    Returns int32 `[T, k]` and float32 weights `[T, k]`; equal scores go to the lower index.
+    """
+    sigmoid = config.router == "sigmoid_noaux_tc"
+    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias
+    if config.router != "softmax_greedy" and config.num_groups > 1:
+        grouped = choice.reshape(choice.shape[0], config.num_groups, -1)
+        # V3 ranks a group by its two best biased scores, V2 by its best.
+        best = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1) if sigmoid else jnp.max(grouped, axis=-1)
+        _, groups = lax.top_k(best, config.groups_per_token)
+        allowed = jnp.any(jnp.arange(config.num_groups) == groups[..., None], axis=1)
+        choice = jnp.where(allowed[..., None], grouped, -jnp.inf if sigmoid else 0.0).reshape(choice.shape)
+    _, experts = lax.top_k(choice, config.experts_per_token)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.norm_topk_prob:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts, weights * config.routed_scaling_factor
