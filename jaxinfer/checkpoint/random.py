@@ -1,0 +1,71 @@
+"""Random weights for any configuration, made where they lie.
+
+A value is a hash of the seed, the name of the parameter and the place in it: the same model on every mesh and, up to
+rounding, in every type.  (A hash of a few operations instead of `jax.random`: every parameter compiles its own program,
+and threefry's takes ten times as long to compile, which at each start would be most of the start.)
+"""
+
+import math
+import zlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.checkpoint.mapping import TreePath
+from jaxinfer.checkpoint.tree import flatten, unflatten
+
+# Trailing dimensions of a weight over which it sums: 1 except for the output projection `[layers, d, heads, v]`.
+_SUMMED_DIMS = {"o": 2}
+
+
+def random_parameters(specs: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """Random weights in the shapes, types and shardings of `specs` (nested dict of `jax.ShapeDtypeStruct`).
+
+    Scales keep activations of order one through every layer and spread the router's scores and the logits: norms
+    1 +- 0.1, embedding 1, router 2 / sqrt(d), router bias 0.1, other matrices 1 / sqrt(inputs).
+    """
+    return unflatten({path: _random_parameter(seed, path, spec) for path, spec in flatten(specs).items()})
+
+
+def _random_parameter(seed: int, path: TreePath, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    mean, deviation = _distribution(path, spec.shape)
+    salt = np.uint32(zlib.crc32(f"{seed} {'.'.join(path)}".encode()))
+    fill = partial(_fill, shape=spec.shape, dtype=spec.dtype)
+    return jax.jit(fill, out_shardings=spec.sharding)(salt, np.float32(mean), np.float32(deviation))
+
+
+def _distribution(path: TreePath, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter's values."""
+    name = path[-1]
+    if name.endswith("norm"):
+        return 1.0, 0.1
+    if name == "embed":
+        return 0.0, 1.0
+    if name == "router_bias":
+        return 0.0, 0.1
+    inputs = math.prod(shape[-_SUMMED_DIMS.get(name, 1) :])
+    return 0.0, (2.0 if name == "router" else 1.0) / math.sqrt(inputs)
+
+
+def _fill(
+    salt: jax.Array, mean: jax.Array, deviation: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """Values of triangular distribution: the sum of two uniform numbers, one from each half of a 32-bit hash."""
+    bits = _mix(salt)
+    for dim in range(len(shape)):
+        bits = _mix((bits ^ lax.broadcasted_iota(jnp.uint32, shape, dim)) + np.uint32(0x9E3779B9))
+    total = ((bits >> 16) + (bits & np.uint32(0xFFFF))).astype(jnp.float32)
+    # Two uniform integers of 0 .. 2^16 - 1 have the mean 2^16 - 1 and the variance (2^32 - 1) / 6 in sum.
+    normalised = (total - 65535.0) * math.sqrt(6 / (2**32 - 1))
+    return (mean + deviation * normalised).astype(dtype)
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """Wellons' 32-bit integer hash of two rounds (https://nullprogram.com/blog/2018/07/31/)."""
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
