@@ -1,0 +1,63 @@
+"""What an engine can be told, by `LLM`, `serve`, `batch` and every other front end alike."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PRECISIONS = ("auto", "fp32", "bf16")
+KV_FORMATS = ("auto", "fp32", "bf16")
+ATTENTION_POLICIES = ("auto", "dense")
+WEIGHTS = ("auto", "random")
+DEFAULT_MODEL = "tiny-random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine; None means a default that depends on the model and the device.
+
+    Raises ValueError for values that are not possible, naming what was expected and what came.
+    """
+
+    model: str = DEFAULT_MODEL
+    """A Hugging Face folder, a converted folder, or the name of a preset."""
+    mesh: str = ""
+    """Comma-separated axis=size with the axes dp, cp, ep, tp; empty: one device."""
+    precision: str = "auto"
+    """Type of weights and arithmetic: auto is fp32 on CPU and bf16 on a GPU."""
+    kv: str = "auto"
+    """Type of the latent cache: auto follows precision."""
+    attention: str = "auto"
+    """Which positions a query reads: dense (auto is dense)."""
+    max_context: int | None = None
+    """Most tokens of a request, prompt and answer together; default: what the model has positions for."""
+    chunk_size: int | None = None
+    """Prefill tokens per rank and step; default: 8192 on a GPU, 256 on CPU."""
+    page_size: int = 64
+    """Tokens per page of the cache."""
+    max_num_seqs: int | None = None
+    """Most sequences that decode together in each replica; default: 64 on a GPU, 16 on CPU."""
+    memory_fraction: float = 0.9
+    """Share of the device's memory for weights, cache and workspace."""
+    seed: int = 0
+    """Of random weights, and of the requests that bring no seed of their own."""
+    weights: str = "auto"
+    """auto loads them; random makes them up, for any preset or folder with a config.json."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Changes to a preset's sizes, by ModelConfig or Hugging Face names."""
+    shard_dense_weights: bool = False
+    """Divide attention and dense feed-forward weights over cp where they lie, gathered layer by layer in prefill."""
+
+    def __post_init__(self):
+        for name, choices in (
+            ("precision", PRECISIONS),
+            ("kv", KV_FORMATS),
+            ("attention", ATTENTION_POLICIES),
+            ("weights", WEIGHTS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("max_context", "chunk_size", "page_size", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"expected {name} to be positive, got {value}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")

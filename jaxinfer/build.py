@@ -1,0 +1,209 @@
+"""From options to a running engine: platform, weights, cache, compiled programs."""
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.cache import cache_spec
+from jaxinfer.checkpoint import open_checkpoint
+from jaxinfer.checkpoint.random import random_parameters
+from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.configs.presets import PRESET_NAMES, override, preset
+from jaxinfer.engine.compilations import CompilationCounter
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.memory import pages_that_fit
+from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.step import Capacity
+from jaxinfer.model.params import Tree
+from jaxinfer.model.rope import rope_table
+from jaxinfer.model.transformer import parameter_specs
+from jaxinfer.sharding import mesh as meshes
+from jaxinfer.sharding.layout import Layout
+from jaxinfer.sharding.rules import Rules
+from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_SEGMENTS = 32
+"""Sequences that share a prefill step of one replica, and rows whose logits are computed at a time."""
+
+_TYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def build_engine(
+    options: EngineOptions, *, progress: bool = True, phase: Callable[[str], None] = lambda text: None
+) -> Engine:
+    """An engine that is ready: weights loaded, cache allocated, every program compiled.
+
+    `progress` shows a bar while weights load; `phase` is told what goes on ("loading", "compiling ...").
+    Raises ValueError or FileNotFoundError for options that are not possible, naming what was expected and what came.
+    """
+    shape = meshes.parse(options.mesh)
+    meshes.start_platform(shape)
+    _keep_compiled_programs()
+    source = _Source(options)
+    config = source.config
+    mesh = meshes.make(shape)
+    on_gpu = mesh.devices.flat[0].platform != "cpu"
+    rules = Rules(shape, shard_dense=options.shard_dense_weights)
+    _log_replicated(config, rules)
+
+    precision = ("bf16" if on_gpu else "fp32") if options.precision == "auto" else options.precision
+    dtype = jnp.dtype(_TYPES[precision])
+    kv_dtype = jnp.dtype(_TYPES[precision if options.kv == "auto" else options.kv])
+    phase("loading")
+    params = source.load(parameter_specs(config, rules, mesh, dtype), progress)
+    capacity = _capacity(options, config, params, rules, mesh, kv_dtype, on_gpu)
+
+    runner = Runner(
+        config,
+        params,
+        _rope(config, capacity.max_context, mesh),
+        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv_dtype),
+        capacity,
+        rules,
+        mesh,
+        tile_tokens=_tile_tokens(on_gpu),
+    )
+    runner.compile(lambda text: phase(f"compiling {text}"))
+    return Engine(
+        runner,
+        source.tokenizer,
+        config=config,
+        model_name=source.name,
+        eos_token_ids=source.eos_token_ids,
+        seed=options.seed,
+        compilations=CompilationCounter(),
+    )
+
+
+class _Source:
+    """Where a model comes from: its configuration, tokenizer and name, and how to load its weights."""
+
+    def __init__(self, options: EngineOptions):
+        folder = Path(options.model)
+        self._options = options
+        self._checkpoint = None
+        if options.model in PRESET_NAMES and not folder.is_dir():
+            self.name = options.model
+            self.config = preset(options.model, options.overrides)
+            self.tokenizer = byte_tokenizer() if options.model == "tiny-random" else None
+            if options.weights != "random" and options.model != "tiny-random":
+                raise ValueError(
+                    f"the preset {options.model!r} comes without weights: give a folder that has them, or weights='random'"
+                )
+        elif folder.is_dir():
+            self.name = folder.resolve().name
+            self._checkpoint = open_checkpoint(folder)
+            self.config = override(self._checkpoint.config, options.overrides)
+            if self.config != self._checkpoint.config and options.weights != "random":
+                raise ValueError(f"overrides {options.overrides} would not fit the weights of {folder}: use weights='random'")
+            self.tokenizer = Tokenizer.load(folder)
+        else:
+            raise FileNotFoundError(
+                f"expected a model folder or one of the presets {', '.join(PRESET_NAMES)}, got {options.model!r}"
+            )
+        if self.tokenizer is not None and self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {options.model} has {self.tokenizer.vocab_size} tokens, the model only "
+                f"{self.config.vocab_size}"
+            )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        of_tokenizer = self.tokenizer.eos_ids if self.tokenizer is not None else ()
+        return tuple(sorted({*self.config.eos_token_ids, *of_tokenizer}))
+
+    def load(self, specs: Tree, progress: bool) -> Tree:
+        if self._checkpoint is None or self._options.weights == "random":
+            return random_parameters(specs, self._options.seed)
+        return self._checkpoint.load(specs, progress=progress)
+
+
+def _capacity(
+    options: EngineOptions,
+    config: ModelConfig,
+    params: Tree,
+    rules: Rules,
+    mesh: Mesh,
+    kv_dtype: jnp.dtype,
+    on_gpu: bool,
+) -> Capacity:
+    """What the engine can hold: sizes from the options, and as many pages as fit beside the weights."""
+    wanted = options.max_context or config.max_positions
+    if wanted > config.max_positions:
+        raise ValueError(f"max_context={wanted}, but the model has {config.max_positions} positions")
+    chunk = options.chunk_size or (8192 if on_gpu else 256)
+    sequences = options.max_num_seqs or (64 if on_gpu else 16)
+    layout = Layout(rules.mesh.cp, math.gcd(chunk, options.page_size), options.page_size)
+    capacity = Capacity(
+        replicas=rules.mesh.replicas,
+        layout=layout,
+        pages_per_rank=1,
+        chunk_size=chunk,
+        max_segments=MAX_SEGMENTS,
+        max_num_seqs=sequences,
+        max_context=wanted,
+        vocab_size=config.vocab_size,
+    )
+    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, options.page_size, kv_dtype))[0]
+    page_bytes = math.prod(page.sharding.shard_shape(page.shape)) * kv_dtype.itemsize
+    fit = pages_that_fit(
+        config, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
+    )
+    # Pages for one request of the full context, and beyond that what the memory of a GPU holds; on CPU, a few more.
+    one = layout.pages_needed(wanted, 0, 0)
+    pages = fit if on_gpu else min(fit, one + sequences * -(-4096 // (options.page_size * layout.cp)))
+    capacity = replace(capacity, pages_per_rank=max(pages, 1))
+    if pages < one:
+        room = capacity.pool_tokens
+        if options.max_context is not None or pages < 1:
+            raise ValueError(
+                f"max_context={wanted} needs {one} pages of {page_bytes:,} bytes on each device, but {max(pages, 0)} fit "
+                f"beside the weights: room for {room if pages > 0 else 0} tokens"
+            )
+        log.warning("memory holds %d tokens: max_context is lowered from %d", room, wanted)
+        capacity = replace(capacity, max_context=room)
+    return capacity
+
+
+def _tile_tokens(on_gpu: bool) -> int:
+    """Tokens of context per rank that prefill attention reads, and sends around the ring, at a time."""
+    return 4096 if on_gpu else 512
+
+
+def _rope(config: ModelConfig, positions: int, mesh: Mesh) -> Tree:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    cos, sin = rope_table(config.rope, config.qk_rope_head_dim, positions)
+    return {"cos": jax.device_put(cos, everywhere), "sin": jax.device_put(sin, everywhere)}
+
+
+def _log_replicated(config: ModelConfig, rules: Rules) -> None:
+    """Says which dimensions are divided less than the mesh allows."""
+    sizes = {
+        "heads": config.num_heads,
+        "vocab": config.vocab_size,
+        "embedding": config.hidden_size,
+        "experts": config.num_experts,
+        "expert_mlp": config.moe_intermediate_size,
+    }
+    for name, size in sizes.items():
+        reason = rules.replicated_because(name, size)
+        if reason is not None:
+            log.info("%s", reason)
+
+
+def _keep_compiled_programs() -> None:
+    """Compiled programs persist between starts in the user's cache folder, unless JAX was told of another."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jaxinfer" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,72 @@
+"""The command-line flags that every program with an engine has."""
+
+import json
+
+from absl import flags
+
+from jaxinfer.configs.engine import ATTENTION_POLICIES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
+from jaxinfer.configs.presets import PRESET_NAMES
+
+
+def define_engine_flags() -> None:
+    """Defines a flag for each field of `EngineOptions`."""
+    flags.DEFINE_string(
+        "model",
+        DEFAULT_MODEL,
+        "a Hugging Face folder (config.json and safetensors), a folder written by jaxinfer.convert, or a preset: "
+        + ", ".join(PRESET_NAMES),
+    )
+    flags.DEFINE_string(
+        "mesh",
+        "",
+        "devices to use, as comma-separated axis=size: cp divides the tokens and the cache of each request, ep and dp "
+        "divide the requests, tp divides the heads; experts are spread over cp and ep. Example: cp=8. Default: one "
+        "device. Without a GPU, virtual CPU devices are made",
+    )
+    flags.DEFINE_enum("precision", "auto", PRECISIONS, "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU")
+    flags.DEFINE_enum("kv", "auto", KV_FORMATS, "type of the latent cache: auto follows --precision")
+    flags.DEFINE_enum("attention", "auto", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
+    flags.DEFINE_integer(
+        "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
+    )
+    flags.DEFINE_integer("chunk_size", None, "prefill tokens per rank and step. Default: 8192 on a GPU, 256 on CPU")
+    flags.DEFINE_integer("page_size", 64, "tokens per page of the cache")
+    flags.DEFINE_integer(
+        "max_num_seqs", None, "most sequences that decode together in a replica. Default: 64 on a GPU, 16 on CPU"
+    )
+    flags.DEFINE_float("memory_fraction", 0.9, "share of the device's memory for weights, cache and workspace")
+    flags.DEFINE_integer("seed", 0, "of random weights, and of requests that bring no seed")
+    flags.DEFINE_enum("weights", "auto", WEIGHTS, "auto loads the weights; random makes them up")
+    flags.DEFINE_string("overrides", "{}", 'changes to a preset as JSON, for example {"num_hidden_layers": 4}')
+    flags.DEFINE_bool(
+        "shard_dense_weights",
+        False,
+        "divide attention and dense feed-forward weights over cp where they lie (gathered layer by layer in prefill); "
+        "for cards whose memory does not hold them whole",
+    )
+
+
+def engine_options_from_flags(values: flags.FlagValues = flags.FLAGS) -> EngineOptions:
+    """The options that the parsed flags give.  Raises ValueError for values that are not possible."""
+    try:
+        overrides = json.loads(values.overrides)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected --overrides to be a JSON object, got {values.overrides!r}: {error}") from error
+    if not isinstance(overrides, dict):
+        raise ValueError(f"expected --overrides to be a JSON object, got {values.overrides!r}")
+    return EngineOptions(
+        model=values.model,
+        mesh=values.mesh,
+        precision=values.precision,
+        kv=values.kv,
+        attention=values.attention,
+        max_context=values.max_context,
+        chunk_size=values.chunk_size,
+        page_size=values.page_size,
+        max_num_seqs=values.max_num_seqs,
+        memory_fraction=values.memory_fraction,
+        seed=values.seed,
+        weights=values.weights,
+        overrides=overrides,
+        shard_dense_weights=values.shard_dense_weights,
+    )
