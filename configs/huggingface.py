@@ -86,9 +86,17 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         rope=_rope(config),
         weight_block_size=_weight_block_size(config),
         dtype=_dtype(config),
-        eos_token_ids=_token_ids(config.get("eos_token_id")),
+        eos_token_ids=end_of_sequence_ids(config),
         **values,
     )
+
+
+def end_of_sequence_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """The ids of `eos_token_id` (an id, a list or null) in a config.json or generation_config.json."""
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _expect(config: dict[str, Any], name: str, value: Any, allowed: tuple[Any, ...]):
@@ -164,9 +172,3 @@ def _dtype(config: dict[str, Any]) -> WeightDtype:
     if name not in get_args(WeightDtype):
         raise ValueError(f"expected dtype (torch_dtype) to be one of {', '.join(get_args(WeightDtype))}, got {name!r}")
     return name
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -5,6 +5,7 @@ each tensor is read once, in the order of the files; each device gets the part t
 shard, dequantising and casting there.  Host memory holds a few tensors at a time.
 """
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax import lax
 from tqdm import tqdm
 
@@ -22,6 +22,8 @@ from jaxinfer.checkpoint.mapping import Source, TreePath, shapes_of, sources
 from jaxinfer.checkpoint.tensors import Tensor, files_of, read_headers
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
+
+log = logging.getLogger(__name__)
 
 _SCALE = "_scale_inv"
 _QUANTISED = "F8_E4M3"
@@ -162,9 +164,7 @@ def _check_specs(wanted: dict[TreePath, list[Source]], specs: dict[TreePath, jax
         raise ValueError(f"expected a sharding in every parameter spec, found none in {', '.join(unplaced)}")
 
 
-def _check_tensors(
-    folder: Path, config: ModelConfig, wanted: dict[TreePath, list[Source]], tensors: dict[str, Tensor]
-):
+def _check_tensors(folder: Path, config: ModelConfig, wanted: dict[TreePath, list[Source]], tensors: dict[str, Tensor]):
     """Raises CheckpointError unless every tensor is used, and every use has its tensor in the right form."""
     faults: dict[str, list[str]] = {
         kind: []
@@ -213,11 +213,11 @@ def _check_tensors(
         raise CheckpointError.of_faults(str(folder), faults)
     if mtp:
         layers = len({name.split(".")[2] for name in mtp})
-        logging.info(
+        log.info(
             "skipping %d tensors of %d multi-token-prediction layer%s", len(mtp), layers, "s" if layers > 1 else ""
         )
     if tied & set(tensors):
-        logging.info("skipping lm_head.weight: the configuration ties the output to the embedding")
+        log.info("skipping lm_head.weight: the configuration ties the output to the embedding")
 
 
 def _check_scale(scale: Tensor, shape: tuple[int, ...], block: tuple[int, int], faults: dict[str, list[str]]):

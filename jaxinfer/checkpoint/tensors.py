@@ -58,7 +58,10 @@ def files_of(folder: Path) -> list[Path]:
         return [folder / _SINGLE]
     if not index.is_file():
         raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {folder}, found neither")
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"expected a JSON object with weight_map in {index}: {error!r}") from error
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise CheckpointError.of_faults(str(folder), {f"of {len(names)} files of {_INDEX} missing": absent})
