@@ -105,7 +105,9 @@ class _Source:
             self._checkpoint = open_checkpoint(folder)
             self.config = override(self._checkpoint.config, options.overrides)
             if self.config != self._checkpoint.config and options.weights != "random":
-                raise ValueError(f"overrides {options.overrides} would not fit the weights of {folder}: use weights='random'")
+                raise ValueError(
+                    f"overrides {options.overrides} would not fit the weights of {folder}: use weights='random'"
+                )
             self.tokenizer = Tokenizer.load(folder)
         else:
             raise FileNotFoundError(

@@ -23,7 +23,9 @@ def define_engine_flags() -> None:
         "divide the requests, tp divides the heads; experts are spread over cp and ep. Example: cp=8. Default: one "
         "device. Without a GPU, virtual CPU devices are made",
     )
-    flags.DEFINE_enum("precision", "auto", PRECISIONS, "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU")
+    flags.DEFINE_enum(
+        "precision", "auto", PRECISIONS, "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU"
+    )
     flags.DEFINE_enum("kv", "auto", KV_FORMATS, "type of the latent cache: auto follows --precision")
     flags.DEFINE_enum("attention", "auto", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
     flags.DEFINE_integer(

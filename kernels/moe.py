@@ -5,9 +5,7 @@ import jax
 from jaxinfer.kernels.reference import moe as reference
 
 
-def moe_experts(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> jax.Array:
+def moe_experts(x: jax.Array, experts: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """Weighted sum of SwiGLU experts over the tokens routed to them; no token is ever dropped.
 
     Args:

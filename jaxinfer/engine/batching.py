@@ -187,9 +187,7 @@ def needs_rules(sequence: Sequence) -> bool:
     )
 
 
-def logit_rules(
-    sequences: list[list[Sequence | None]], width: int, vocab: int, eos_ids: Items[int]
-) -> LogitRules:
+def logit_rules(sequences: list[list[Sequence | None]], width: int, vocab: int, eos_ids: Items[int]) -> LogitRules:
     """Logit rules `[R, width]`, of no effect for rows without a sequence."""
     shape = len(sequences), width
     presence, frequency = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

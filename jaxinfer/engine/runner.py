@@ -158,14 +158,16 @@ class Runner:
     def _sample_ends(self, segments, packed: Packed, hidden: jax.Array, results: list[list[SegmentResult]]) -> None:
         """Samples the first token of every prompt that ends in this step."""
         ending = [
-            [s for s, segment in enumerate(group) if segment.ends_prompt and segment.sequence.request.logit_rows is None]
+            [
+                s
+                for s, segment in enumerate(group)
+                if segment.ends_prompt and segment.sequence.request.logit_rows is None
+            ]
             for group in segments
         ]
         if not any(ending):
             return
-        places = [
-            [tuple(int(at[-1]) for at in packed.places[r][s]) for s in group] for r, group in enumerate(ending)
-        ]
+        places = [[tuple(int(at[-1]) for at in packed.places[r][s]) for s in group] for r, group in enumerate(ending)]
         sequences = [[segments[r][s].sequence for s in group] for r, group in enumerate(ending)]
         choice = self._sample(self._row_logits(hidden, places), sequences, self.capacity.max_segments)
         for r, group in enumerate(_collect(choice, sequences)):

@@ -42,7 +42,14 @@ class Attention(nnx.Module):
         self.o = weight((d, heads, v), (None, "heads", None), dtype)
 
     def prefill(
-        self, x: jax.Array, cache: jax.Array, layer: jax.Array, batch: PrefillBatch, rope: RopeTable, layout: Layout, plan: Plan
+        self,
+        x: jax.Array,
+        cache: jax.Array,
+        layer: jax.Array,
+        batch: PrefillBatch,
+        rope: RopeTable,
+        layout: Layout,
+        plan: Plan,
     ) -> tuple[jax.Array, jax.Array]:
         """Attends this rank's tokens `x [T, d]` to every earlier token of their sequences, on all cp ranks.
 
@@ -72,7 +79,14 @@ class Attention(nnx.Module):
         return self._output(out.astype(x.dtype), plan), cache
 
     def decode(
-        self, x: jax.Array, cache: jax.Array, layer: jax.Array, batch: DecodeBatch, rope: RopeTable, layout: Layout, plan: Plan
+        self,
+        x: jax.Array,
+        cache: jax.Array,
+        layer: jax.Array,
+        batch: DecodeBatch,
+        rope: RopeTable,
+        layout: Layout,
+        plan: Plan,
     ) -> tuple[jax.Array, jax.Array]:
         """Attends one token per sequence, `x [B, d]`, the same on all cp ranks, to the keys that each rank holds.
 

@@ -82,9 +82,7 @@ class MoE(nnx.Module):
         return lax.map(tile, pieces).reshape(x.shape)
 
 
-def select_experts(
-    logits: jax.Array, bias: jax.Array | None, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
+def select_experts(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """The routers of DeepSeek V2 (arXiv 2405.04434, section 2.2) and V3 (arXiv 2412.19437, section 2.1.2).
 
     Args: `logits [T, E]` float32; `bias [E]` float32, which takes part in the selection only (V3).

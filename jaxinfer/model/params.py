@@ -53,4 +53,3 @@ def specs(module: nnx.Module, layers: int | None, rules: Rules, mesh: Mesh) -> T
         return jax.ShapeDtypeStruct(full, shape.dtype, sharding=sharding)
 
     return jax.tree.map(spec, shapes_of(module), axes_of(module))
-
