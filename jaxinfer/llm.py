@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -68,7 +68,7 @@ class LLM:
         )
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> Self:
+    def from_engine(cls, engine: Engine) -> "LLM":
         """An LLM over an engine that was built elsewhere."""
         llm = cls.__new__(cls)
         llm._start(engine)
@@ -173,7 +173,7 @@ class LLM:
         """Lets go of the engine, its weights and its cache."""
         self._engine = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(

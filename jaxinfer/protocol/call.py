@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from jaxinfer.engine.request import Logprob, Request, RequestOutput, SamplingParams, Update
 from jaxinfer.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ class Prompt:
 def make_prompt(ids: Sequence[int], text: str | None, tokenizer: Tokenizer | None) -> Prompt:
     """A prompt of these ids."""
     data = tokenizer.token_bytes(ids[0]) if tokenizer is not None and ids else b""
-    first = Logprob(token_id=ids[0] if ids else 0, logprob=0.0, text=data.decode("utf-8", "replace"), bytes=data)
+    first = Logprob(token_id=ids[0] if ids else 0, logprob=0.0, text=data.decode("utf-8", "replace"), token_bytes=data)
     return Prompt(ids=ids, text=text, first=first)
 
 
@@ -62,7 +61,7 @@ class Call(ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, body: object) -> Self:
+    def parse(cls, body: object) -> "Call":
         """Checks a decoded JSON body. Raises ApiError (400)."""
 
     @abstractmethod

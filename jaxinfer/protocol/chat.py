@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from jaxinfer.engine.request import Completion, RequestOutput, Update
 from jaxinfer.protocol.call import Answer, Call, Prompt, Stream, make_prompt, usage
@@ -23,7 +22,7 @@ class ChatCall(Call):
     add_generation_prompt: bool
 
     @classmethod
-    def parse(cls, body: object) -> Self:
+    def parse(cls, body: object) -> "ChatCall":
         """Checks a decoded JSON body. Raises ApiError (400)."""
         fields = Fields(body)
         model = fields.text("model")

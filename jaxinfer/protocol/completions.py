@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from jaxinfer.engine.request import Completion, Logprob, RequestOutput, TokenLogprobs, Update
 from jaxinfer.protocol.call import Answer, Call, Prompt, Stream, make_prompt, usage
@@ -37,7 +36,7 @@ class CompletionCall(Call):
     """vLLM's `prompt_logprobs` are wanted (`echo` with `logprobs` makes the engine compute them as well)."""
 
     @classmethod
-    def parse(cls, body: object) -> Self:
+    def parse(cls, body: object) -> "CompletionCall":
         """Checks a decoded JSON body. Raises ApiError (400)."""
         fields = Fields(body)
         model = fields.text("model")
@@ -118,7 +117,7 @@ class CompletionCall(Call):
             "stop_reason": completion.stop_reason,
         }
         if self.params.logprobs is not None:
-            choice["logprobs"] = CompletionLogprobs().take(tokens)
+            choice["logprobs"] = CompletionLogprobs().take(tokens, text)
         if self.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         if self.return_token_ids:
@@ -158,7 +157,7 @@ class _CompletionStream(Stream):
             if call.return_token_ids:
                 choice["prompt_token_ids"] = list(self._prompts[prompt].ids)
         if call.params.logprobs is not None and tokens:
-            choice["logprobs"] = self._logprobs[index].take(tokens)
+            choice["logprobs"] = self._logprobs[index].take(tokens, text)
         if call.return_token_ids:
             choice["token_ids"] = ids
         self._generated += len(ids)

@@ -16,16 +16,16 @@ def _value(logprob: Logprob) -> float:
 def _key(token: Logprob) -> str:
     """A text that tells the token from others: its own, its bytes if it is a part of a character (OpenAI's spelling),
     its id for a model without tokenizer (vLLM's)."""
-    if not token.bytes:
+    if not token.token_bytes:
         return f"token_id:{token.token_id}"
     try:
-        return token.bytes.decode("utf-8")
+        return token.token_bytes.decode("utf-8")
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
 def _chat_entry(token: Logprob) -> dict[str, object]:
-    return {"token": token.text, "logprob": _value(token), "bytes": list(token.bytes)}
+    return {"token": token.text, "logprob": _value(token), "bytes": list(token.token_bytes)}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
@@ -41,9 +41,9 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def take(self, tokens: Sequence[TokenLogprobs | Logprob]) -> dict[str, object]:
-        """The object for the next tokens. A bare `Logprob` stands for the first token of an echoed prompt, which
-        nothing has scored.
+    def take(self, tokens: Sequence[TokenLogprobs | Logprob], text: str) -> dict[str, object]:
+        """The object for the next tokens, which come with this text. A bare `Logprob` stands for the first token of an
+        echoed prompt, which nothing has scored; it may be a bos token, which is not in the text.
 
         `text_offset` is in characters of the choice's text. `top_logprobs` holds the sampled token too, so it may have
         one entry more than was asked for.
@@ -52,7 +52,8 @@ class CompletionLogprobs:
         chosen = [token if isinstance(token, Logprob) else token.chosen for token in tokens]
         for token in chosen:
             offsets.append(self._offset)
-            self._offset += len(self._utf8.decode(token.bytes))
+            if token is not tokens[0] or text.startswith(token.text):
+                self._offset += len(self._utf8.decode(token.token_bytes))
         scored = [None if isinstance(token, Logprob) else token for token in tokens]
         return {
             "tokens": [_key(token) for token in chosen],
