@@ -1,6 +1,7 @@
 """What an engine can be told, by `LLM`, `serve`, `batch` and every other front end alike."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -17,8 +18,8 @@ class EngineOptions:
     Raises ValueError for values that are not possible, naming what was expected and what came.
     """
 
-    model: str = DEFAULT_MODEL
-    """A Hugging Face folder, a converted folder, or the name of a preset."""
+    model: str | None = None
+    """A Hugging Face folder, a converted folder, or the name of a preset; None: the bundled model."""
     mesh: str = ""
     """Comma-separated axis=size with the axes dp, cp, ep, tp; empty: one device."""
     precision: str = "auto"
@@ -31,8 +32,8 @@ class EngineOptions:
     """Most tokens of a request, prompt and answer together; default: what the model has positions for."""
     chunk_size: int | None = None
     """Prefill tokens per rank and step; default: 8192 on a GPU, 256 on CPU."""
-    page_size: int = 64
-    """Tokens per page of the cache."""
+    page_size: int | None = None
+    """Tokens per page of the cache; default: 64."""
     max_num_seqs: int | None = None
     """Most sequences that decode together in each replica; default: 64 on a GPU, 16 on CPU."""
     memory_fraction: float = 0.9
@@ -41,7 +42,7 @@ class EngineOptions:
     """Of random weights, and of the requests that bring no seed of their own."""
     weights: str = "auto"
     """auto loads them; random makes them up, for any preset or folder with a config.json."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] | None = None
     """Changes to a preset's sizes, by ModelConfig or Hugging Face names."""
     shard_dense_weights: bool = False
     """Divide attention and dense feed-forward weights over cp where they lie, gathered layer by layer in prefill."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.cache import cache_spec
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.checkpoint.random import random_parameters
-from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.presets import PRESET_NAMES, override, preset
 from jaxinfer.engine.compilations import CompilationCounter
@@ -39,11 +39,11 @@ _TYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def build_engine(
-    options: EngineOptions, *, progress: bool = True, phase: Callable[[str], None] = lambda text: None
+    options: EngineOptions, phase: Callable[[str], None] = lambda text: None, *, progress: bool = True
 ) -> Engine:
     """An engine that is ready: weights loaded, cache allocated, every program compiled.
 
-    `progress` shows a bar while weights load; `phase` is told what goes on ("loading", "compiling ...").
+    `phase` is told what goes on ("loading", "compiling ..."); `progress` shows a bar while weights load.
     Raises ValueError or FileNotFoundError for options that are not possible, naming what was expected and what came.
     """
     shape = meshes.parse(options.mesh)
@@ -89,33 +89,32 @@ class _Source:
     """Where a model comes from: its configuration, tokenizer and name, and how to load its weights."""
 
     def __init__(self, options: EngineOptions):
-        folder = Path(options.model)
+        model = options.model or DEFAULT_MODEL
+        folder, overrides = Path(model), dict(options.overrides or {})
         self._options = options
         self._checkpoint = None
-        if options.model in PRESET_NAMES and not folder.is_dir():
-            self.name = options.model
-            self.config = preset(options.model, options.overrides)
-            self.tokenizer = byte_tokenizer() if options.model == "tiny-random" else None
-            if options.weights != "random" and options.model != "tiny-random":
+        if model in PRESET_NAMES and not folder.is_dir():
+            self.name = model
+            self.config = preset(model, overrides)
+            self.tokenizer = byte_tokenizer() if model == "tiny-random" else None
+            if options.weights != "random" and model != "tiny-random":
                 raise ValueError(
-                    f"the preset {options.model!r} comes without weights: give a folder that has them, or weights='random'"
+                    f"the preset {model!r} comes without weights: give a folder that has them, or weights='random'"
                 )
         elif folder.is_dir():
             self.name = folder.resolve().name
             self._checkpoint = open_checkpoint(folder)
-            self.config = override(self._checkpoint.config, options.overrides)
+            self.config = override(self._checkpoint.config, overrides)
             if self.config != self._checkpoint.config and options.weights != "random":
-                raise ValueError(
-                    f"overrides {options.overrides} would not fit the weights of {folder}: use weights='random'"
-                )
+                raise ValueError(f"overrides {overrides} would not fit the weights of {folder}: use weights='random'")
             self.tokenizer = Tokenizer.load(folder)
         else:
             raise FileNotFoundError(
-                f"expected a model folder or one of the presets {', '.join(PRESET_NAMES)}, got {options.model!r}"
+                f"expected a model folder or one of the presets {', '.join(PRESET_NAMES)}, got {model!r}"
             )
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.config.vocab_size:
             raise ValueError(
-                f"the tokenizer of {options.model} has {self.tokenizer.vocab_size} tokens, the model only "
+                f"the tokenizer of {model} has {self.tokenizer.vocab_size} tokens, the model only "
                 f"{self.config.vocab_size}"
             )
 
@@ -145,7 +144,8 @@ def _capacity(
         raise ValueError(f"max_context={wanted}, but the model has {config.max_positions} positions")
     chunk = options.chunk_size or (8192 if on_gpu else 256)
     sequences = options.max_num_seqs or (64 if on_gpu else 16)
-    layout = Layout(rules.mesh.cp, math.gcd(chunk, options.page_size), options.page_size)
+    page_size = options.page_size or 64
+    layout = Layout(rules.mesh.cp, math.gcd(chunk, page_size), page_size)
     capacity = Capacity(
         replicas=rules.mesh.replicas,
         layout=layout,
@@ -156,21 +156,21 @@ def _capacity(
         max_context=wanted,
         vocab_size=config.vocab_size,
     )
-    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, options.page_size, kv_dtype))[0]
+    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, kv_dtype))[0]
     page_bytes = math.prod(page.sharding.shard_shape(page.shape)) * kv_dtype.itemsize
     fit = pages_that_fit(
         config, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
     )
     # Pages for one request of the full context, and beyond that what the memory of a GPU holds; on CPU, a few more.
     one = layout.pages_needed(wanted, 0, 0)
-    pages = fit if on_gpu else min(fit, one + sequences * -(-4096 // (options.page_size * layout.cp)))
+    pages = fit if on_gpu else min(fit, one + sequences * -(-4096 // (page_size * layout.cp)))
     capacity = replace(capacity, pages_per_rank=max(pages, 1))
     if pages < one:
         room = capacity.pool_tokens
         if options.max_context is not None or pages < 1:
             raise ValueError(
-                f"max_context={wanted} needs {one} pages of {page_bytes:,} bytes on each device, but {max(pages, 0)} fit "
-                f"beside the weights: room for {room if pages > 0 else 0} tokens"
+                f"max_context={wanted} needs {one} pages of {page_bytes:,} bytes on each device, but {max(pages, 0)} "
+                f"fit beside the weights: room for {room if pages > 0 else 0} tokens"
             )
         log.warning("memory holds %d tokens: max_context is lowered from %d", room, wanted)
         capacity = replace(capacity, max_context=room)

@@ -32,7 +32,7 @@ def define_engine_flags() -> None:
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
     )
     flags.DEFINE_integer("chunk_size", None, "prefill tokens per rank and step. Default: 8192 on a GPU, 256 on CPU")
-    flags.DEFINE_integer("page_size", 64, "tokens per page of the cache")
+    flags.DEFINE_integer("page_size", None, "tokens per page of the cache. Default: 64")
     flags.DEFINE_integer(
         "max_num_seqs", None, "most sequences that decode together in a replica. Default: 64 on a GPU, 16 on CPU"
     )

@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -54,7 +55,7 @@ def step_workspace(config: ModelConfig, capacity: Capacity, rules: Rules, itemsi
 
 def device_bytes(tree: Tree) -> int:
     """Bytes of a tree of arrays on the device that holds most of it."""
-    per_device: dict[jax.Device, int] = {}
+    per_device: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
             per_device[shard.device] = per_device.get(shard.device, 0) + shard.data.nbytes

@@ -32,9 +32,9 @@ class Programs:
     """
 
     def __init__(self, model: Transformer, params: Tree, rules: Rules, mesh: Mesh, layout: Layout, cache: jax.Array):
-        specs = partial(jax.tree.map, lambda array: array.sharding.spec)
+        specs = partial(jax.tree.map, _spec)
         self._model, self._rules, self._mesh, self._layout = model, rules, mesh, layout
-        self._params, self._cache = specs(params), cache.sharding.spec
+        self._params, self._cache = specs(params), _spec(cache)
         self._plans = {"prefill": Plan.prefill(rules), "decode": Plan.decode(rules)}
         self._full_precision = params["embed"].dtype == jnp.float32
         self._replica = rules.axes("replica", rules.mesh.replicas) or None
@@ -83,3 +83,7 @@ class Programs:
         specs = self._params, self._cache, PartitionSpec(), batch_specs(batch, self._rules)
         with self._precision():
             return self._spread(step, specs, (self._cache, PartitionSpec(self._replica)))(params, cache, rope, batch)
+
+
+def _spec(array: Any) -> PartitionSpec:
+    return array.sharding.spec

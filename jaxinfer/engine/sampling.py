@@ -10,10 +10,12 @@ import numpy as np
 MAX_LOGPROBS = 20
 """Most likely tokens reported beside the chosen one; OpenAI's limit."""
 
-Array = jax.Array | np.ndarray
+Array = Any
+"""numpy on the host, jax on the device."""
 
 
 def _row(default: Any, dtype: Any) -> Any:
+    """A field whose array has `dtype`; rows that hold no request have `default`."""
     return field(metadata={"default": default, "dtype": dtype})
 
 
@@ -41,9 +43,9 @@ class LogitRules:
     presence: Array = _row(0.0, np.float32)
     frequency: Array = _row(0.0, np.float32)
     repetition: Array = _row(1.0, np.float32)
-    bias: Array = field(metadata={"dtype": np.float32})
+    bias: Array = _row(0.0, np.float32)
     """`[R, N, vocab]`, added; -inf forbids a token."""
-    history: Array = field(metadata={"dtype": np.int32})
+    history: Array = _row(0, np.int32)
     """`[R, N, vocab]`, twice the number of times the token was generated, plus 1 if it is in the prompt."""
 
 

@@ -69,7 +69,8 @@ class Attention(nnx.Module):
             def visit(partial, block, source):
                 seen = layout.local_length(batch.positions + 1, source, batch.homes[segment])
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
-                return merge(*partial, *mla_prefill(q, block, self.k_b, self.v_b, limit, scale=scale))
+                out, lse = mla_prefill(q, block, self.k_b, self.v_b, limit, scale=scale)
+                return merge(*partial, out, lse)
 
             return ring(visit, partial, block, "cp")
 

@@ -5,16 +5,15 @@ leading axes.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxinfer.sharding.rules import Rules
 
-Array = jax.Array | np.ndarray
-Batch = TypeVar("Batch", "PrefillBatch", "DecodeBatch")
+Array = Any
+"""numpy on the host, jax inside a step; a partition in the batch of partitions."""
 
 
 def _array(*axes: str | None) -> Any:
@@ -67,7 +66,7 @@ class DecodeBatch:
     """int32 `[R, cp, B]`."""
 
 
-def batch_specs(batch: Batch, rules: Rules) -> Batch:
+def batch_specs[Batch: (PrefillBatch, DecodeBatch)](batch: Batch, rules: Rules) -> Batch:
     """The partition of each array of a batch."""
     specs: dict[str, PartitionSpec] = {
         item.name: rules.spec(item.metadata["axes"], getattr(batch, item.name).shape) for item in fields(batch)
@@ -75,7 +74,7 @@ def batch_specs(batch: Batch, rules: Rules) -> Batch:
     return type(batch)(**specs)
 
 
-def local(batch: Batch) -> Batch:
+def local[Batch: (PrefillBatch, DecodeBatch)](batch: Batch) -> Batch:
     """The part that one rank sees inside a sharded step, without the leading axes of replica and rank."""
 
     def squeeze(item) -> Array:

@@ -41,9 +41,11 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """`x [T, d]` to `[T, d]`, and the cache with this layer's latents of the batch written."""
         with jax.named_scope("attention"):
-            attend = self.attention.prefill if isinstance(batch, PrefillBatch) else self.attention.decode
             h = rms_norm(x, self.attn_norm, self.eps)
-            out, cache = attend(h, cache, layer, batch, rope, layout, plan)
+            if isinstance(batch, PrefillBatch):
+                out, cache = self.attention.prefill(h, cache, layer, batch, rope, layout, plan)
+            else:
+                out, cache = self.attention.decode(h, cache, layer, batch, rope, layout, plan)
             x = x + out
         with jax.named_scope(self.kind):
             h = rms_norm(x, self.mlp_norm, self.eps)

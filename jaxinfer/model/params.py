@@ -12,8 +12,11 @@ from jaxinfer.sharding.rules import Plan, Rules
 Tree = dict[str, Any]
 
 
-def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A weight of one layer: its shape, what its dimensions are called (see `sharding.rules`) and its type."""
+def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Any:
+    """A weight of one layer: its shape, what its dimensions are called (see `sharding.rules`) and its type.
+
+    An `nnx.Param` in the description of a model, an array in a module that `use` has given its weights.
+    """
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
 
 

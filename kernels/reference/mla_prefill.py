@@ -1,6 +1,5 @@
 """`mla_prefill` in jnp: blocked over the queries, so that the scores of a long chunk need not exist at once."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
