@@ -4,8 +4,8 @@
 
 Reads config.json, the safetensors files (float32, bfloat16, float16, or FP8 in blocks with scales, which are multiplied
 out) and the tokenizer's files of a Hugging Face folder; writes an Orbax checkpoint with jaxinfer.json and the tokenizer
-beside it.  The weights pass through the memory of the mesh's devices, divided among them; on a machine without GPUs that
-is the machine's memory, which must hold the whole model in the output's precision.
+beside it.  The weights pass through the memory of the mesh's devices, divided among them; on a machine without GPUs
+that is the machine's memory, which must hold the whole model in the output's precision.
 """
 
 import dataclasses

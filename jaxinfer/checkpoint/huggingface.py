@@ -82,7 +82,7 @@ class _Parameter:
 
     def __init__(self, spec: jax.ShapeDtypeStruct):
         self.spec = spec
-        self.devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        self.devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         assert spec.sharding is not None  # checked in _check_specs
         for device, slices in spec.sharding.addressable_devices_indices_map(spec.shape).items():
             whole = slices or (slice(None),) * len(spec.shape)
@@ -138,7 +138,7 @@ class _Parameter:
 def _write(
     buffer: jax.Array, start: jax.Array, piece: jax.Array, scaling: tuple[jax.Array, jax.Array, jax.Array] | None
 ) -> jax.Array:
-    """`buffer` with `piece` at `start`; `scaling` is the table of scales and, for each row and column, its place there."""
+    """`buffer` with `piece` at `start`; `scaling`: the table of scales and the place there of each row and column."""
     if scaling is not None:
         scale, rows, columns = scaling
         by_row_and_column = scale[rows][:, columns].reshape(piece.shape)

@@ -105,7 +105,8 @@ def _dense_mlp(config: ModelConfig, prefix: str, index: tuple[int, ...]) -> dict
 
 def _moe(config: ModelConfig, prefix: str, index: tuple[int, ...]) -> dict[TreePath, list[Source]]:
     experts = (config.num_experts,)
-    found = {("moe", "router"): [Source(prefix + "gate.weight", index, experts, (config.hidden_size,))]}
+    found: dict[TreePath, list[Source]] = {}
+    found["moe", "router"] = [Source(prefix + "gate.weight", index, experts, (config.hidden_size,))]
     if config.router == "sigmoid_noaux_tc":
         found["moe", "router_bias"] = [Source(prefix + "gate.e_score_correction_bias", index, experts)]
     for expert in range(config.num_experts):
