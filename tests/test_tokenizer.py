@@ -38,7 +38,7 @@ def trained_byte_level() -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Pieces with ▁ for a space, bytes for what has no piece, and a decoder that strips the first space (as Llama's)."""
+    """Pieces with ▁ for a space, bytes for what has no piece, a decoder that strips the first space (as Llama's)."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [
         f"{space}{word}" for word in ("hello", "world", "a", "b", "Gr", "ü", "ße", ",", ".") for space in ("▁", "")

@@ -176,6 +176,7 @@ class Sequence:
     status: Status = Status.WAITING
     suspect: bool = False
     faults: int = 0
+    preemptions: int = 0
 
     @property
     def num_output(self) -> int:
@@ -221,7 +222,7 @@ class TokenLogprobs:
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """When a request passed its stations, and its counts over all samples."""
+    """When a sample of a request passed its stations, and its counts."""
 
     arrival: float
     first_scheduled: float | None = None
@@ -262,8 +263,8 @@ class Update:
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id met (None
     for the end-of-sequence token).  `prefill` is (tokens done, tokens in the prompt) while the prompt is computed.
     `prompt_logprobs` (one entry per prompt token, the first None) and `logits` ([len(logit_rows), vocab] float32) come
-    on the update which ends the prefill.  `request_finished` is set on the last update of the last sample, `metrics` on
-    every update that has a `finish_reason`.
+    on the update which ends the prefill.  `metrics`, those of this sample, are on the update that has a
+    `finish_reason`; `request_finished` is set on the last update of the last sample.
     """
 
     request_id: str
@@ -295,7 +296,8 @@ class Completion:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """The answer to a request; `text`, `token_ids` and `finish_reason` are those of the first sample."""
+    """The answer to a request.  `text`, `token_ids` and `finish_reason` are those of the first sample, `metrics` are
+    those of the sample that finished last."""
 
     request_id: str
     prompt: str | None
