@@ -4,7 +4,7 @@ Outer lists run over the replicas; all replicas take the step together.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -142,6 +142,7 @@ class StepResult:
     decode: list[list[Sampled]]
 
 
+@runtime_checkable
 class Runner(Protocol):
     """The host/device border.  `run` samples each sequence with its `seed` and `num_output` only, so that a result does
     not depend on what else is in the step."""
