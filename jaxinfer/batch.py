@@ -157,8 +157,10 @@ class _Pending:
         return not self._unfinished
 
     def result(self) -> tuple[int, dict[str, object]]:
-        """Status and body of the answer."""
+        """Status and body of the answer. Raises RuntimeError if the engine gave up: that is no answer to keep."""
         errors = [output.error for output in self.outputs if output.error is not None]
+        if any(completion.finish_reason == "abort" for output in self.outputs for completion in output.outputs):
+            raise RuntimeError("the engine's thread has ended; the same command goes on where this one stopped")
         if errors:
             return 500, ApiError(500, f"the engine failed on this request: {errors[0]}", code="engine_error").body()
         return 200, self.call.response(self.answer, self.prompts, self.outputs)

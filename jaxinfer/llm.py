@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.output import Accumulator
@@ -39,33 +40,30 @@ class LLM:
         overrides: Mapping[str, Any] | None = None,
         shard_dense_weights: bool = False,
     ) -> None:
-        """Loads and compiles a model; the arguments are the fields of `jaxinfer.build.EngineOptions`.
+        """Loads and compiles a model; the arguments are the fields of `EngineOptions`.
 
         `model` is a Hugging Face folder, a converted folder, the name of a preset, or None for the bundled model.
         Raises ValueError for options that cannot work, naming what was expected.
         """
-        from jaxinfer.build import EngineOptions, build_engine  # starts JAX: not at import
+        from jaxinfer.build import build_engine  # loads JAX: not at import
 
-        self._start(
-            build_engine(
-                EngineOptions(
-                    model=model,
-                    mesh=mesh,
-                    precision=precision,
-                    kv=kv,
-                    attention=attention,
-                    max_context=max_context,
-                    chunk_size=chunk_size,
-                    page_size=page_size,
-                    max_num_seqs=max_num_seqs,
-                    memory_fraction=memory_fraction,
-                    seed=seed,
-                    weights=weights,
-                    overrides=overrides,
-                    shard_dense_weights=shard_dense_weights,
-                )
-            )
+        options = EngineOptions(
+            model=model,
+            mesh=mesh,
+            precision=precision,
+            kv=kv,
+            attention=attention,
+            max_context=max_context,
+            chunk_size=chunk_size,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            memory_fraction=memory_fraction,
+            seed=seed,
+            weights=weights,
+            overrides=overrides,
+            shard_dense_weights=shard_dense_weights,
         )
+        self._start(build_engine(options))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "LLM":
@@ -86,8 +84,8 @@ class LLM:
         return self._engine
 
     @property
-    def config(self) -> ModelConfig:
-        """The model's configuration."""
+    def config(self) -> ModelConfig | None:
+        """The model's configuration; None if the engine was made without."""
         return self.engine.config
 
     @property
@@ -215,10 +213,12 @@ class LLM:
 
     def _run(self, requests: Sequence[Request], progress: bool) -> list[RequestOutput]:
         engine = self.engine
+        for request in requests:
+            engine.check(request)  # before the first of them starts
         running: dict[str, Accumulator] = {}
         try:
             for request in requests:
-                engine.add(request)
+                engine.admit(request)
                 running[request.id] = Accumulator(request)
             accumulators = list(running.values())
             with tqdm(total=len(requests), desc="requests", disable=not progress, dynamic_ncols=True) as bar:

@@ -33,14 +33,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code: 0 after a signal, 1 if the server cannot start."""
     if len(arguments) > 1:
         raise app.UsageError(f"expected flags only, got {arguments[1:]}")
-    options = engine_options_from_flags()
-
-    def build(on_progress: Callable[[str], None]) -> Engine:
-        from jaxinfer.build import build_engine  # starts JAX, which takes seconds: after the port is open
-
-        return build_engine(options, on_progress)
-
     try:
+        options = engine_options_from_flags()
         settings = ServerSettings(
             host=FLAGS.host,
             port=FLAGS.port,
@@ -53,6 +47,12 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"jaxinfer.serve: {error}", file=sys.stderr)
         return 1
+
+    def build(on_progress: Callable[[str], None]) -> Engine:
+        from jaxinfer.build import build_engine  # loads JAX, which takes seconds: after the port is open
+
+        return build_engine(options, on_progress)
+
     return run_server(settings, listener, build)
 
 

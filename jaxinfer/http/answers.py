@@ -94,8 +94,10 @@ class EventStream(Response):
         self._service = service
         self._job = job
         self._call = call
+        self._prompts = prompts
         self._stream = call.open_stream(head, prompts)
-        self._prefill = [(0, len(prompt.ids)) for prompt in prompts]
+        self._prefill: dict[tuple[int, int], int] = {}
+        self._prefill_total = call.params.n * sum(len(prompt.ids) for prompt in prompts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response."""
@@ -119,9 +121,10 @@ class EventStream(Response):
                 prompt, update = item
                 check_finish(update, self._job)
                 if update.prefill is not None:
-                    self._prefill[prompt] = update.prefill
-                    done, total = (sum(column) for column in zip(*self._prefill, strict=True))
-                    yield f": prefill {done}/{total}\n\n"
+                    self._prefill[prompt, update.index] = update.prefill[0]
+                    yield f": prefill {sum(self._prefill.values())}/{self._prefill_total}\n\n"
+                else:
+                    self._prefill[prompt, update.index] = len(self._prompts[prompt].ids)
                 for chunk in self._stream.feed(prompt, update):
                     yield _event(chunk)
             if self._call.include_usage:

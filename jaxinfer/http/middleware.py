@@ -66,7 +66,7 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(given.encode(), self._expected):
+            if not hmac.compare_digest(given.encode("latin-1"), self._expected):
                 message = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
                 response = error_response(ApiError(401, message, code="invalid_api_key"))
                 await response(scope, receive, send)

@@ -4,7 +4,7 @@ import asyncio
 from enum import StrEnum
 
 from jaxinfer.engine.engine import Engine, EngineStats
-from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.loop import EngineClosedError, EngineLoop
 from jaxinfer.engine.request import Request, Update
 from jaxinfer.http.jobs import Job, Jobs
 from jaxinfer.http.metrics import Metrics
@@ -90,11 +90,13 @@ class Service:
         return self._jobs
 
     def submit(self, job: Job, requests: list[Request]) -> None:
-        """Gives a job's requests to the engine. Raises ApiError (400) where the engine refuses one."""
+        """Gives a job's requests to the engine. Raises ApiError: 400 where the engine refuses one, 503 if it closes."""
         try:
             self.jobs.submit(job, requests, self._observe)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
+        except EngineClosedError:
+            raise self._closed() from None
 
     def _observe(self, update: Update) -> None:
         if update.finish_reason is not None and update.metrics is not None:

@@ -2,10 +2,11 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxinfer.engine.request import Logprob, Request, RequestOutput, SamplingParams, Update
+from jaxinfer.engine.request import Logprob, Request, RequestOutput, SamplingParams, TokenLogprobs, Update
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -40,9 +41,27 @@ class Answer:
 class Stream(ABC):
     """Turns the engine's updates into the chunks of a streamed answer."""
 
-    @abstractmethod
+    def __init__(self, wants_scores: bool) -> None:
+        """`wants_scores`: the request asks for logprobs of its prompts."""
+        self._wants_scores = wants_scores
+        self._scores: dict[int, list[TokenLogprobs | None]] = {}
+        self._held: defaultdict[int, list[Update]] = defaultdict(list)
+
     def feed(self, prompt: int, update: Update) -> list[dict[str, object]]:
         """The chunks that an update of the request made from prompt number `prompt` gives (often one, or none)."""
+        if not (update.token_ids or update.text or update.finish_reason):
+            return []
+        if update.prompt_logprobs is not None:
+            self._scores[prompt] = update.prompt_logprobs
+        self._held[prompt].append(update)
+        # The first sample brings the prompt's logprobs, which the first chunk of every sample carries.
+        if self._wants_scores and prompt not in self._scores and update.finish_reason != "abort":
+            return []
+        return [chunk for ready in self._held.pop(prompt) for chunk in self._chunks(prompt, ready)]
+
+    @abstractmethod
+    def _chunks(self, prompt: int, update: Update) -> list[dict[str, object]]:
+        """The chunks of one update that has something to show; the prompt's logprobs are in `_scores` by then."""
 
     @abstractmethod
     def usage(self) -> dict[str, object]:

@@ -107,15 +107,14 @@ class ChatCall(Call):
 
 class _ChatStream(Stream):
     def __init__(self, call: ChatCall, answer: Answer, prompts: Sequence[Prompt]) -> None:
+        super().__init__(wants_scores=call.params.prompt_logprobs is not None)
         self._call = call
         self._answer = answer
         self._prompts = prompts
         self._begun: set[int] = set()
         self._generated = 0
 
-    def feed(self, prompt: int, update: Update) -> list[dict[str, object]]:
-        if not (update.token_ids or update.text or update.finish_reason):
-            return []
+    def _chunks(self, prompt: int, update: Update) -> list[dict[str, object]]:
         call, index = self._call, update.index
         chunks: list[dict[str, object]] = []
         if index not in self._begun:
@@ -123,7 +122,7 @@ class _ChatStream(Stream):
             self._begun.add(index)
             role = self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
             if call.params.prompt_logprobs is not None:
-                role["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or [])
+                role["prompt_logprobs"] = prompt_logprobs(self._scores.get(prompt) or [])
             if call.return_token_ids:
                 role["prompt_token_ids"] = list(self._prompts[prompt].ids)
             chunks.append(role)

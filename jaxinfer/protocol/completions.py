@@ -132,6 +132,7 @@ class CompletionCall(Call):
 
 class _CompletionStream(Stream):
     def __init__(self, call: CompletionCall, answer: Answer, prompts: Sequence[Prompt]) -> None:
+        super().__init__(wants_scores=call.params.prompt_logprobs is not None)
         self._call = call
         self._answer = answer
         self._prompts = prompts
@@ -139,11 +140,9 @@ class _CompletionStream(Stream):
         self._begun: set[int] = set()
         self._generated = 0
 
-    def feed(self, prompt: int, update: Update) -> list[dict[str, object]]:
+    def _chunks(self, prompt: int, update: Update) -> list[dict[str, object]]:
         call = self._call
         index = prompt * call.params.n + update.index
-        if not (update.token_ids or update.text or update.finish_reason):
-            return []
         text, ids = (update.text, list(update.token_ids)) if not call.no_output else ("", [])
         tokens: list[TokenLogprobs | Logprob] = list(update.logprobs or []) if not call.no_output else []
         choice: dict[str, object] = {"index": index, "text": text, "logprobs": None}
@@ -151,9 +150,9 @@ class _CompletionStream(Stream):
             self._begun.add(index)
             if call.echo:
                 text = (self._prompts[prompt].text or "") + text
-                tokens = _echoed(self._prompts[prompt], update.prompt_logprobs) + tokens
+                tokens = _echoed(self._prompts[prompt], self._scores.get(prompt)) + tokens
             if call.prompt_logprobs:
-                choice["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or [])
+                choice["prompt_logprobs"] = prompt_logprobs(self._scores.get(prompt) or [])
             if call.return_token_ids:
                 choice["prompt_token_ids"] = list(self._prompts[prompt].ids)
         if call.params.logprobs is not None and tokens:
