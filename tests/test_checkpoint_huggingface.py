@@ -280,7 +280,7 @@ def test_specs_of_another_model_are_refused():
         open_checkpoint(oracle("deepseek_v3")).load(specs, progress=False)
 
 
-def test_host_memory_stays_at_a_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_host_memory_stays_at_a_few_tensors(monkeypatch: pytest.MonkeyPatch):
     folder = oracle("deepseek_v3_mtp")
     largest = 512 * 128 * 4
     load(folder, "cp=8")  # compiles, so that only the reading is measured below
@@ -303,6 +303,9 @@ def test_host_memory_stays_at_a_few_tensors(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Tensor, "map", counting_map)
     monkeypatch.setattr(huggingface, "_IN_FLIGHT_BYTES", largest)
+    waits: list[object] = []
+    original_wait = huggingface._Parameter.wait
+    monkeypatch.setattr(huggingface._Parameter, "wait", lambda self: (waits.append(self), original_wait(self)))
     gc.collect()
     tracemalloc.start()
     load(folder, "cp=8")
@@ -311,6 +314,8 @@ def test_host_memory_stays_at_a_few_tensors(tmp_path: Path, monkeypatch: pytest.
     assert mapped["most"] >= largest  # the counter counts
     assert mapped["most"] <= 3 * largest
     assert peak <= 4 * largest  # of 7.6 MB in the file
+    # Each parameter was waited for about once in `largest` bytes.
+    assert waits.count(waits[0]) > 5_000_000 / (2 * largest)
 
 
 def test_progress_bar_counts_all_bytes_and_can_be_silent(capfd: pytest.CaptureFixture[str]):

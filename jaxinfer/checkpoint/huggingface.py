@@ -67,8 +67,8 @@ def load(folder: Path, config: ModelConfig, specs: dict[str, Any], progress: boo
                 parameters[path].write(source, data, scale, config.weight_block_size)
             in_flight += tensor.size
             if in_flight >= _IN_FLIGHT_BYTES:
-                for path, _ in uses[name]:
-                    parameters[path].wait()
+                for parameter in parameters.values():
+                    parameter.wait()
                 in_flight = 0
             bar.update(tensor.size)
     return unflatten({path: parameter.finish() for path, parameter in parameters.items()})
