@@ -48,7 +48,8 @@ def test_prefill_progress_is_in_the_metrics(slow: Live) -> None:
     with slow.client.stream(
         "POST", "/v1/completions", json={**LONG, "stream": True}, headers={"X-Request-Id": "long"}
     ) as response:
-        next(line for line in response.iter_lines() if line.startswith(": prefill"))
+        lines = response.iter_lines()
+        next(line for line in lines if line.startswith(": prefill"))
         page = slow.client.get("/metrics").text
     assert 'jaxinfer_prefill_total_tokens{request="long"} 4001' in page
     assert re.search(r'jaxinfer_prefill_done_tokens\{request="long"\} [1-9]', page)
@@ -59,7 +60,8 @@ def test_prefill_progress_is_in_the_metrics(slow: Live) -> None:
 @pytest.mark.parametrize("mark", [": prefill", "data: "])
 def test_a_stream_whose_client_leaves_is_aborted(slow: Live, mark: str) -> None:
     with slow.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        next(line for line in response.iter_lines() if line.startswith(mark))
+        lines = response.iter_lines()
+        next(line for line in lines if line.startswith(mark))
         assert not slow.idle()
     assert eventually(slow.idle)
     assert reason_count(slow, "abort") == 1
@@ -101,7 +103,8 @@ def test_delete_cancels_a_whole_answer_of_several_prompts(slow: Live) -> None:
 
 def test_short_requests_are_answered_while_a_long_prompt_is_computed(slow: Live) -> None:
     with slow.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        next(line for line in response.iter_lines() if line.startswith(": prefill"))
+        lines = response.iter_lines()
+        next(line for line in lines if line.startswith(": prefill"))
         assert slow.completion(prompt="short", max_tokens=1).status_code == 200
         assert slow.engine.stats().prefilling == 1, "the long one is still at its prompt"
     assert eventually(slow.idle)
