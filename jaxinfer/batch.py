@@ -26,7 +26,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.output import Accumulator
 from jaxinfer.engine.request import Request, RequestOutput, Update
-from jaxinfer.flags import define_engine_flags, engine_options_from_flags
+from jaxinfer.flags import define_engine_flags, engine_options_from_flags, parse_flags
 from jaxinfer.protocol import ENDPOINTS, ApiError, Call, Prompt, load_json, parse_call
 from jaxinfer.protocol.call import Answer
 
@@ -372,4 +372,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -2,10 +2,23 @@
 
 import json
 
-from absl import flags
+from absl import app, flags
 
 from jaxinfer.configs.engine import ATTENTION_POLICIES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES
+
+
+def parse_flags(arguments: list[str]) -> list[str]:
+    """Parses a command line as absl does, but takes `--max-context` for `--max_context`; for `app.run(flags_parser=)`."""
+    return app.parse_flags_with_usage([arguments[0], *map(_with_underscores, arguments[1:])])
+
+
+def _with_underscores(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    known = name.replace("-", "_").lstrip("_")
+    if name.startswith("-") and (known in flags.FLAGS or known.removeprefix("no") in flags.FLAGS):
+        return f"--{known}{equals}{value}"
+    return argument
 
 
 def define_engine_flags() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.flags import define_engine_flags, engine_options_from_flags
+from jaxinfer.flags import define_engine_flags, engine_options_from_flags, parse_flags
 from jaxinfer.http.server import bind, run_server
 from jaxinfer.http.settings import ServerSettings
 
@@ -58,4 +58,4 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -30,9 +30,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
-        ) from None
+        # The standard library adds the address to strerror; name resolution has numbers of its own, below 0.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from None
 
 
 def run_server(settings: ServerSettings, listener: socket.socket, build: Build) -> int:

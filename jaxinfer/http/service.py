@@ -99,7 +99,8 @@ class Service:
             raise self._closed() from None
 
     def _observe(self, update: Update) -> None:
-        if update.finish_reason is not None and update.metrics is not None:
+        # Times of requests that did not come to their own end would blur the picture.
+        if update.finish_reason in ("stop", "length") and update.metrics is not None:
             self.metrics.observe(update.metrics)
 
     def _stats(self) -> EngineStats | None:

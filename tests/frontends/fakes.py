@@ -26,7 +26,7 @@ def next_token(token_ids: list[int], seed: int) -> int:
 
 @dataclass
 class FakeRunner:
-    """Samples `next_token`, greedily if the temperature is 0 (then without the seed); can be slow, and can be held up."""
+    """Samples `next_token`, without the seed if the temperature is 0. Can be slow, be held up (`go`), and `fail`."""
 
     capacity: Capacity
     step_seconds: float = 0.0
