@@ -17,7 +17,6 @@ from jaxinfer.checkpoint.random import random_parameters
 from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.presets import PRESET_NAMES, override, preset
-from jaxinfer.engine.compilations import CompilationCounter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
@@ -79,9 +78,8 @@ def build_engine(
         source.tokenizer,
         config=config,
         model_name=source.name,
-        eos_token_ids=source.eos_token_ids,
+        eos_token_ids=config.eos_token_ids,
         seed=options.seed,
-        compilations=CompilationCounter(),
     )
 
 
@@ -117,11 +115,8 @@ class _Source:
                 f"the tokenizer of {model} has {self.tokenizer.vocab_size} tokens, the model only "
                 f"{self.config.vocab_size}"
             )
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        of_tokenizer = self.tokenizer.eos_ids if self.tokenizer is not None else ()
-        return tuple(sorted({*self.config.eos_token_ids, *of_tokenizer}))
+        ends = self.tokenizer.eos_ids if self.tokenizer is not None else ()
+        self.config = replace(self.config, eos_token_ids=tuple(sorted({*self.config.eos_token_ids, *ends})))
 
     def load(self, specs: Tree, progress: bool) -> Tree:
         if self._checkpoint is None or self._options.weights == "random":

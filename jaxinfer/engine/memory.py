@@ -53,7 +53,7 @@ def step_workspace(config: ModelConfig, capacity: Capacity, rules: Rules, itemsi
     return residual + max(attention, experts + shared, dense) + logits
 
 
-def device_bytes(tree: Tree) -> int:
+def device_bytes(tree: Any) -> int:
     """Bytes of a tree of arrays on the device that holds most of it."""
     per_device: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.cache import allocate
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.batching import Batcher, Packed, logit_rules, needs_rules, sampling_rows
+from jaxinfer.engine.compilations import CompilationCounter
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.request import Sequence
 from jaxinfer.engine.sampling import Choice
@@ -54,6 +55,8 @@ class Runner:
         self._batcher = Batcher(capacity, tile_tokens)
         model = Transformer(config, params["embed"].dtype)
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
+        self.compilations = CompilationCounter()
+        """Counts from the end of `compile` on: stays at 0."""
 
     def compile(self, progress: Any = None) -> None:
         """Compiles every program for every shape that a step can have, by running each on an empty batch.
@@ -79,6 +82,7 @@ class Runner:
             self._sample(logits, nobody, width, with_rules)
         jax.block_until_ready(self._score(logits, np.zeros((replicas, width), np.int32)))
         jax.block_until_ready(self.cache)
+        self.compilations = CompilationCounter()
         log.info("compiled all shapes in %.1f s", time.monotonic() - started)
 
     def run(self, step: Step) -> StepResult:

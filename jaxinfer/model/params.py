@@ -43,7 +43,7 @@ def use(module: nnx.Module, weights: Tree, plan: Plan) -> nnx.Module:
         axes,
         shapes,
     )
-    return nnx.merge(nnx.graphdef(module), nnx.State(gathered))
+    return nnx.as_pure(nnx.merge(nnx.graphdef(module), nnx.State(gathered)))
 
 
 def specs(module: nnx.Module, layers: int | None, rules: Rules, mesh: Mesh) -> Tree:

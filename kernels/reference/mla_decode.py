@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
+_TILE_TOKENS = 1024
 _TILE_BYTES = 128 * 2**20
 
 
@@ -10,7 +11,8 @@ def mla_decode(q, cache, layer, page_table, lengths, *, scale):
     """See `jaxinfer.kernels.mla_decode`.  Operands keep the type of `q`, products accumulate in float32."""
     batch, heads, dim = q.shape
     page_size, num_pages = cache.shape[2], page_table.shape[1]
-    tile_pages = min(num_pages, max(1, _TILE_BYTES // (batch * page_size * (dim + 2 * heads) * 4)))
+    fitting = _TILE_BYTES // (batch * page_size * (dim + 2 * heads) * 4)
+    tile_pages = max(1, min(num_pages, fitting, _TILE_TOKENS // page_size))
     tile = tile_pages * page_size
     page_table = jnp.pad(page_table, ((0, 0), (0, -num_pages % tile_pages)))
 
