@@ -122,6 +122,7 @@ class Accumulator:
     """Turns the updates of one request into its `RequestOutput`."""
 
     def __init__(self, request: Request):
+        self.request = request
         wants_logprobs = request.params.logprobs is not None
         outputs = [Completion(index=i, logprobs=[] if wants_logprobs else None) for i in range(request.params.n)]
         self.output = RequestOutput(
