@@ -1,5 +1,6 @@
 """Long-context inference for MLA + MoE language models in JAX: `LLM`, `SamplingParams`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,13 +11,8 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports the public names at first use: `import jaxinfer` alone must not load JAX."""
-    if name == "LLM":
-        from jaxinfer.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from jaxinfer.engine.request import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    """Imports the public names at first use: `import jaxinfer`, and any part without JAX, must not load JAX."""
+    homes = {"LLM": "jaxinfer.llm", "SamplingParams": "jaxinfer.engine.request"}
+    if name not in homes:
+        raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)

@@ -259,6 +259,8 @@ class Batch:
     def _wait(self) -> None:
         """Takes one update from the engine, and writes the answer that it ends."""
         pending, prompt, update = self._events.get()
+        if update.prefill is not None:
+            self._bar.set_postfix_str(f"prefill {update.prefill[0]}/{update.prefill[1]}")
         if pending in self._pending and pending.add(prompt, update):
             self._pending.remove(pending)
             status, body = pending.result()

@@ -9,7 +9,7 @@ from jaxinfer.configs.presets import PRESET_NAMES
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
-    """Parses a command line as absl does, but takes `--max-context` for `--max_context`; for `app.run(flags_parser=)`."""
+    """Parses a command line as absl does, but takes `--max-context` for `--max_context`. For `app.run`."""
     return app.parse_flags_with_usage([arguments[0], *map(_with_underscores, arguments[1:])])
 
 

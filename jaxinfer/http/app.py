@@ -59,8 +59,7 @@ def _allowed(error: HTTPException) -> str:
 def _add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        healthy = service.healthy
-        return JSONResponse({"status": "ok" if healthy else "the engine's thread has ended"}, 200 if healthy else 503)
+        return JSONResponse({"status": "ok"}) if service.healthy else JSONResponse({"status": service.status}, 503)
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -35,7 +35,11 @@ class Job:
 
     def receiver(self, prompt: int) -> Callable[[Update], None]:
         """The engine's callback for that prompt: hands updates from the engine's thread to this job's event loop."""
-        return lambda update: self._loop.call_soon_threadsafe(self._queue.put_nowait, (prompt, update)) and None
+
+        def receive(update: Update) -> None:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (prompt, update))
+
+        return receive
 
     def client_gone(self) -> None:
         """Makes `updates` raise ClientGone."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from threading import Thread
+from typing import NoReturn
 
 import uvicorn
 
@@ -48,6 +49,13 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _leave(code: int) -> NoReturn:
+    """Ends the process while another thread is inside XLA, which an ordinary exit would tear down under it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class _Running:
     def __init__(self, settings: ServerSettings, listener: socket.socket, build: Build) -> None:
         self._listener = listener
@@ -84,11 +92,13 @@ class _Running:
         await self._service.drain()
         self._server.should_exit = True
         await serving
-        self._service.stop()
         if not building.done():
-            # The builder's thread sits inside XLA, which an ordinary exit would tear down under it.
-            sys.stdout.flush()
-            os._exit(0)
+            _leave(0)
+        try:
+            self._service.stop()
+        except TimeoutError as error:
+            print(f"jaxinfer: {error}", file=sys.stderr, flush=True)
+            _leave(1)
         return 1 if failed else 0
 
     def _start_building(self) -> Future[Engine]:

@@ -48,7 +48,9 @@ class Service:
 
     @property
     def status(self) -> str:
-        """ "ready", "draining", or what the start is busy with ("loading", "compiling ...")."""
+        """What /ready says: the phase, what the start is busy with ("compiling ..."), or that the engine is gone."""
+        if not self.healthy:
+            return "the engine's thread has ended"
         return self.progress if self.phase is Phase.STARTING else str(self.phase)
 
     def check_open(self) -> None:
