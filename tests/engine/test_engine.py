@@ -1,14 +1,12 @@
 """The engine over a fake runner: what ends an output, what is handed out, what is refused, what survives a fault."""
 
-import time
-
 import numpy as np
 import pytest
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import Request, SamplingParams, Update
 from jaxinfer.engine.step import Step
-from tests.engine.drive import EOS, answer, by_request, check_books, engine, reference, request, run
+from tests.engine.drive import EOS, TOKENIZER, answer, by_request, check_books, engine, reference, request, run
 from tests.engine.fake_runner import FakeRunner, capacity
 
 
@@ -247,13 +245,7 @@ class Failing:
 def faulty(spec, bad, lose: bool = False) -> tuple[Engine, FakeRunner, Failing]:
     failing = Failing(bad, lose)
     runner = failing.runner = FakeRunner(spec, before=failing)
-    return Engine(runner, request_tokenizer(), eos_token_ids=(EOS,)), runner, failing
-
-
-def request_tokenizer():
-    from tests.engine.drive import TOKENIZER
-
-    return TOKENIZER
+    return Engine(runner, TOKENIZER, eos_token_ids=(EOS,)), runner, failing
 
 
 def mix() -> list[Request]:
@@ -350,15 +342,6 @@ def test_end_all_leaves_a_usable_engine():
     assert not subject.has_work and subject.stats().free_pages == subject.stats().total_pages
     one = request(30)
     assert answer(run(subject, one)[0]) == reference(one, spec)
-
-
-def test_a_pool_of_samples_is_cheap_to_take_in():
-    subject = engine(capacity(replicas=2))
-    start = time.process_time()
-    for _ in range(2000):
-        subject.add(request([1, 2, 3]))
-    assert time.process_time() - start < 5
-    assert subject.stats().waiting == 2000
 
 
 def test_frozen_parameters():
