@@ -19,6 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    # Compiled programs are kept for the next engine and the next run; a limit of size makes JAX lock the folder.
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
+    jax.config.update("jax_compilation_cache_max_size", 2**30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     # Eight devices on few cores can come to a collective further apart than XLA's limit of 40 s, which would kill
     # the process.
     flags = os.environ.get("XLA_FLAGS", "")
