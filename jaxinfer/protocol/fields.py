@@ -186,6 +186,13 @@ def take_sampling(
         "ignore_eos": fields.boolean("ignore_eos"),
         "logit_bias": _take_logit_bias(fields),
     }
+    # Those of vLLM's fields that cannot be had: clients send their defaults, which are what happens here.
+    fields.fixed("skip_special_tokens", True, why="special tokens are never shown in the text")
+    fields.fixed("spaces_between_special_tokens", True, why="special tokens are never shown in the text")
+    fields.fixed("include_stop_str_in_output", False, why="the text ends before the stop string")
+    fields.fixed("truncate_prompt_tokens", why="prompts are never truncated")
+    fields.fixed("use_beam_search", False, why="beam search is not supported")
+    fields.fixed("length_penalty", 1, 1.0, why="beam search is not supported")
     given = {name: value for name, value in given.items() if value is not None}
     try:
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)  # pyright: ignore[reportArgumentType]
@@ -222,6 +229,7 @@ def take_stream_options(fields: Fields, stream: bool) -> bool:
     include_usage = options.boolean("include_usage")
     # Padding against traffic analysis; what it asks for when false is what this server does.
     options.fixed("include_obfuscation", False, why="obfuscation of streams is not supported")
+    options.fixed("continuous_usage_stats", False, why="the usage comes once, in the last chunk")
     options.end()
     return include_usage
 

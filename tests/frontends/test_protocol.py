@@ -177,6 +177,11 @@ def test_unknown_fields_are_all_named(url: str) -> None:
         ("store", True),
         ("metadata", {"a": "b"}),
         ("stream_options", {"include_obfuscation": True}),
+        ("stream_options", {"continuous_usage_stats": True}),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("truncate_prompt_tokens", 100),
+        ("use_beam_search", True),
     ],
 )
 def test_what_is_not_supported_is_refused(field: str, value: object) -> None:
@@ -197,6 +202,8 @@ def test_values_that_ask_for_nothing_pass() -> None:
         "parallel_tool_calls": True,
         "stream_options": None,
         "audio": None,
+        "skip_special_tokens": True,
+        "length_penalty": 1.0,
     }
     assert parse_call(CHAT, {"messages": MESSAGES, **idle}).params.n == 1
     assert parse_call(COMPLETIONS, {"prompt": "x", "suffix": None, "best_of": 1, "user": "me"}).params.n == 1

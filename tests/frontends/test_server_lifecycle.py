@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jaxinfer.http import jobs
 from jaxinfer.http.server import bind
 from tests.frontends.fakes import fake_engine
 from tests.frontends.live import Live, eventually, live
@@ -42,6 +43,18 @@ def test_prefill_progress_is_sent_as_comments(slow: Live) -> None:
     assert text.index(": prefill") < text.index("data: ")
     several = slow.completion(prompt=["x" * 1000, "y" * 500], max_tokens=1, stream=True).text
     assert {total for _, total in re.findall(r"^: prefill (\d+)/(\d+)$", several, re.M)} == {"1502"}
+
+
+def test_a_stream_that_waits_shows_life(slow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_KEEP_ALIVE_SECONDS", 0.05)
+    slow.runner.go.clear()
+    with slow.client.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True}
+    ) as response:
+        lines = response.iter_lines()
+        assert [line for _, line in zip(range(4), lines, strict=False)] == [": waiting", "", ": waiting", ""]
+        slow.runner.go.set()
+        assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
 
 
 def test_prefill_progress_is_in_the_metrics(slow: Live) -> None:
