@@ -98,6 +98,18 @@ def test_what_short_prompts_leave_goes_to_the_long_one(spec: Capacity):
     assert prefill_tokens(subject.runner.steps[0], long) >= budget - spec.layout.round_tokens
 
 
+@pytest.mark.parametrize("spec", [*HALVED, *IN_TURNS])
+def test_a_short_prompt_overtakes_those_between(spec: Capacity):
+    subject = engine(spec)
+    for length in (3000, 900, 800, 700):
+        subject.add(request(length))
+    subject.step()
+    short = request(3)
+    subject.add(short)
+    updates = [update for _ in range(2) for update in by_request(subject.step(), short)]
+    assert any(update.token_ids for update in updates)
+
+
 def test_the_second_oldest_is_not_starved_either():
     """Long prompts are done in the order of their arrival, all in good time."""
     subject = engine(capacity(pages=8000, seqs=64))
