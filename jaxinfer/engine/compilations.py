@@ -13,7 +13,7 @@ class CompilationCounter:
         # JAX offers no way to take a listener back: let it hold nothing but a weak reference.
         counter = weakref.ref(self)
 
-        def listen(event: str, duration: float, **_: object) -> None:
+        def listen(event: str, duration_secs: float, **_: object) -> None:
             owner = counter()
             if owner is not None and event == "/jax/core/compile/backend_compile_duration":
                 owner.count += 1

@@ -171,7 +171,11 @@ class Runner:
         ]
         if not any(ending):
             return
-        places = [[tuple(int(at[-1]) for at in packed.places[r][s]) for s in group] for r, group in enumerate(ending)]
+        places: list[list[tuple[int, int]]] = [[] for _ in segments]
+        for r, group in enumerate(ending):
+            for s in group:
+                rank, index = packed.places[r][s]
+                places[r].append((int(rank[-1]), int(index[-1])))
         sequences = [[segments[r][s].sequence for s in group] for r, group in enumerate(ending)]
         choice = self._sample(self._row_logits(hidden, places), sequences, self.capacity.max_segments)
         for r, group in enumerate(_collect(choice, sequences)):
