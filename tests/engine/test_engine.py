@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.output import TextStream
 from jaxinfer.engine.request import Request, SamplingParams, Update
 from jaxinfer.engine.step import Step
+from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
 from tests.engine.drive import EOS, TOKENIZER, answer, by_request, check_books, engine, reference, request, run
 from tests.engine.fake_runner import FakeRunner, capacity
 
@@ -56,6 +58,15 @@ def test_stop_string_may_lie_across_tokens_and_is_never_shown():
     assert "".join(shown) == "one END two "
     assert shown[4] == "" and shown[5] == "EN"  # E is held back until it is no beginning of EXIT
     assert updates[-1].finish_reason == "stop" and updates[-1].stop_reason == "EXIT" and updates[-1].request_finished
+
+
+def test_of_two_stop_strings_in_one_token_the_first_complete_one_counts():
+    backend = byte_tokenizer()._backend
+    backend.add_tokens(["one two three"])
+    stream = TextStream(Tokenizer(backend), ("three", "two", "e two t"))
+    assert stream.push(backend.token_to_id("one two three"), True) == ("one ", "two")
+    stream = TextStream(Tokenizer(backend), ("two", "one two"))
+    assert stream.push(backend.token_to_id("one two three"), True) == ("", "one two")
 
 
 def test_held_back_text_comes_out_at_the_end():
@@ -112,6 +123,20 @@ def test_prompt_logprobs_over_segments(chunk: int):
         assert entry is not None
         assert (entry.chosen.token_id, entry.chosen.logprob) == (one.prompt_ids[i], -float(i))
         assert [top.token_id for top in entry.top] == [0, 1]
+    again = stream(subject, request(50, prompt_logprobs=2, max_tokens=3))
+    first = next(i for i, update in enumerate(again) if update.token_ids)
+    assert [i for i, update in enumerate(again) if update.prompt_logprobs] == [first]
+
+
+def test_prompt_logprobs_and_logits_after_a_fault_in_the_prefill():
+    subject, runner, _ = faulty(capacity(chunk=16), lambda step: len(runner.steps) == 3)
+    scored, wanted = request(60, prompt_logprobs=0, max_tokens=3), request(60, logit_rows=(59, 2))
+    outputs = run(subject, scored, wanted)
+    entries = outputs[0].prompt_logprobs
+    assert entries is not None and len(entries) == 60 and entries[0] is None
+    assert [entry.chosen.logprob for entry in entries if entry] == [-float(i) for i in range(1, 60)]
+    assert outputs[1].logits is not None
+    assert outputs[1].logits[:, 0].tolist() == [sum(wanted.prompt_ids), sum(wanted.prompt_ids[:3])]
 
 
 def test_logits_of_rows():
@@ -295,6 +320,14 @@ def test_a_device_that_always_fails_ends_every_request_and_the_engine_goes_on():
     broken = False
     one = request(30)
     assert answer(run(subject, one)[0]) == reference(one, spec)
+
+
+def test_after_a_fault_all_run_together_again():
+    spec = capacity()
+    subject, runner, _ = faulty(spec, lambda step: len(runner.steps) == 4)
+    outputs = run(subject, *(request(9, max_tokens=30) for _ in range(4)))
+    assert all(len(output.token_ids) == 30 for output in outputs)
+    assert sum(len(step.decode[0]) == 4 for step in runner.steps[5:]) > 10
 
 
 @pytest.mark.parametrize("times", [1, 2])

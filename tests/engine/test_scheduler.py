@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.request import Request
+from jaxinfer.engine.request import Request, Sequence, Status
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Capacity, Sampled, SegmentResult, Step, StepResult
 from tests.engine.drive import answer, by_request, engine, reference, request, run
@@ -198,6 +198,41 @@ def test_a_prompt_that_needs_all_pages_is_not_passed_by_for_ever():
 
     run(subject, each_step=each_step)
     assert ended[large.id] < 60
+
+
+def sequence(length: int, new: int = 1) -> Sequence:
+    one = request(length, max_tokens=new)
+    return Sequence(request=one, index=0, token_ids=list(one.prompt_ids), num_prompt=length, max_new_tokens=new, seed=0)
+
+
+def test_a_place_is_taken_from_the_youngest_when_nobody_can_do_anything():
+    scheduler = Scheduler(capacity(stripe=8, chunk=8, pages=4, seqs=1))
+    old, young, elsewhere = sequence(16), sequence(32), sequence(16)
+    scheduler.add(old)
+    scheduler.add(young)
+    for _ in range(2):  # the young one's turn, then the old one's, which has no place
+        step = scheduler.schedule()
+        assert [segment.sequence for segment in step.prefill[0]] == [young]
+        scheduler.commit(step)
+    elsewhere.pages = scheduler.pages.no_pages()
+    assert scheduler.pages.grow(elsewhere, 16)  # now the young one is stuck, without the pages of its last 16 tokens
+    step = scheduler.schedule()
+    assert [segment.sequence for segment in step.prefill[0]] == [old]
+    assert young.status is Status.WAITING and young.pages == [[]]
+
+
+def test_a_place_is_not_taken_from_an_older_one():
+    scheduler = Scheduler(capacity(seqs=1))
+    old, young = sequence(16, new=5), sequence(16)
+    scheduler.add(old)
+    scheduler.commit(scheduler.schedule())
+    old.token_ids.append(0)
+    scheduler.add(young)
+    old.suspect = True
+    for _ in range(2):  # its turn, and the turn of the others, who can do nothing
+        step = scheduler.schedule()
+        assert step.decode == [[old]] and step.prefill == [[]]
+    assert scheduler.preemptions == 0
 
 
 # Placement.
