@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-State = TypeVar("State")
 
 
 def save(path: Path, state: Any, progress: dict[str, Any]):
@@ -20,7 +18,7 @@ def save(path: Path, state: Any, progress: dict[str, Any]):
     part.replace(path)
 
 
-def restore(path: Path, like: State) -> tuple[State, dict[str, Any]] | None:
+def restore[State](path: Path, like: State) -> tuple[State, dict[str, Any]] | None:
     """What `save` wrote, in the structure of `like`; None if there is no such file.
 
     Raises ValueError if the arrays are not of the shapes of `like`.

@@ -60,7 +60,7 @@ def _forward(hidden, table, targets, weights, source):
         slope = (slope - jnp.where(at, weight[:, None], 0.0)).astype(h.dtype)
         gradient += jnp.einsum("nv,nd->vd", slope, h, preferred_element_type=jnp.float32)
         of = (weight > 0)[:, None] & (source[:, None] == jnp.arange(len(SOURCES)))
-        sums = Scores(nll @ of, (aimed >= top).astype(jnp.float32) @ of, jnp.sum(of, axis=0, dtype=jnp.float32))
+        sums = Scores(*(jnp.sum(of * value[:, None], axis=0) for value in (nll, aimed >= top, jnp.ones_like(nll))))
         return gradient, (jnp.sum(weight * (nll + Z_LOSS * lse**2)), sums, jnp.einsum("nv,vd->nd", slope, low))
 
     pieces = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), (hidden, targets, weights, source))

@@ -146,28 +146,37 @@ def queries_and_keys(config: ModelConfig, weights: Tree, x: jax.Array, rope) -> 
     return jnp.concatenate((q_nope, q_rope), -1), jnp.concatenate((k_nope, k_rope), -1), v
 
 
-def gates(config: ModelConfig, weights: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gates(config: ModelConfig, weights: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The router of V3 (arXiv 2412.19437, section 2.1.2), dense: each token's weight of every expert, 0 if not chosen.
 
-    Args: `x [B, T, d]`.  Returns float32 `[B, T, E]` gates and sigmoid scores.
+    Args: `x [B, T, d]`.  Returns float32 `[B, T, E]` gates and sigmoid scores, and bool `[B, T, E]`: chosen or not.
     """
     logits = jnp.einsum(
         "btd,ed->bte", x.astype(jnp.float32), weights["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     scores = jax.nn.sigmoid(logits)
     choice = scores + weights["router_bias"]
-    grouped = choice.reshape(*choice.shape[:-1], config.num_groups, -1)
     if config.num_groups > 1:
-        best = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
-        _, groups = lax.top_k(best, config.groups_per_token)
-        allowed = jnp.any(jnp.arange(config.num_groups) == groups[..., None], axis=-2)
+        grouped = choice.reshape(*choice.shape[:-1], config.num_groups, -1)
+        best = jnp.sum(jnp.where(_largest(grouped, 2), grouped, 0.0), axis=-1)
+        allowed = _largest(best, config.groups_per_token)
         choice = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
-    _, experts = lax.top_k(choice, config.experts_per_token)
-    chosen = jnp.any(jnp.arange(config.num_experts) == experts[..., None], axis=-2)
+    chosen = _largest(choice, config.experts_per_token)
     picked = jnp.where(chosen, scores, 0.0)
     if config.norm_topk_prob:
         picked = picked / (jnp.sum(picked, axis=-1, keepdims=True) + 1e-20)
-    return picked * config.routed_scaling_factor, scores
+    return picked * config.routed_scaling_factor, scores, chosen
+
+
+def _largest(values: jax.Array, count: int) -> jax.Array:
+    """Which of the last dimension's few values are the `count` largest, bool; of equal ones the earlier.
+
+    Comparing all with all is one elementwise kernel, where sorting would be many.
+    """
+    one, other = values[..., :, None], values[..., None, :]
+    earlier = jnp.tri(values.shape[-1], k=-1, dtype=bool)
+    before = (other > one) | ((other == one) & earlier)
+    return jnp.sum(before, axis=-1) < count
 
 
 def mixture(config: ModelConfig, weights: Tree, x: jax.Array) -> tuple[jax.Array, Routing]:
@@ -175,7 +184,7 @@ def mixture(config: ModelConfig, weights: Tree, x: jax.Array) -> tuple[jax.Array
 
     Args: `x [B, T, d]`.  The shared expert is the last of them, with gate 1.
     """
-    gate, scores = gates(config, weights, x)
+    gate, scores, chosen = gates(config, weights, x)
     experts, width = config.num_experts, config.moe_intermediate_size
     gate_up = jnp.concatenate((weights["gate_up"], weights["shared"]["gate_up"][None]))
     down = jnp.concatenate((weights["down"], weights["shared"]["down"][None]))
@@ -185,7 +194,6 @@ def mixture(config: ModelConfig, weights: Tree, x: jax.Array) -> tuple[jax.Array
     hidden = _activate(both[:, :, 0], both[:, :, 1], full_gate[..., None])
     flat_down = jnp.moveaxis(down, 0, 1).reshape(x.shape[-1], -1)
     out = _linear("btw,dw->btd", hidden.reshape(*x.shape[:2], -1), flat_down)
-    chosen = gate > 0
     share = jnp.mean(scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20), axis=1)
     frequency = jnp.mean(chosen, axis=1) * (experts / config.experts_per_token)
     balance = jnp.mean(jnp.sum(lax.stop_gradient(frequency) * share, axis=-1))
@@ -315,7 +323,7 @@ def _linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, weight)
 
 
-# Elementwise parts are computed again in the backward pass: their float32 intermediates cost more to store than to make.
+# Computed again in the backward pass: the float32 intermediates cost more to store than to make.
 _norm = jax.checkpoint(rms_norm, static_argnums=(2,))
 
 

@@ -12,7 +12,7 @@ from launch.bundled_model import loss, model
 
 # Learning rates at the plateau.
 MUON_RATE = 5e-3
-EMBEDDING_RATE = 5e-3
+EMBEDDING_RATE = 4e-3
 OTHER_RATE = 2e-3
 MUON_DECAY = 0.1
 CLIP = 1.0
@@ -107,4 +107,4 @@ def train_step(
     push = knobs.bias_rate * jnp.sign(jnp.mean(load, axis=1, keepdims=True) - load)
     params["moe"]["moe"]["router_bias"] += push[:-1]
     params["mtp"]["block"]["moe"]["router_bias"] += push[-1:]
-    return State(params, optimizer, state.step + 1), report, optax.global_norm(gradient)
+    return State(params, optimizer, state.step + 1), report, optax.tree.norm(gradient)

@@ -26,8 +26,10 @@ class Source:
 class _Text(HTMLParser):
     """The readable text of an HTML page, block elements on lines of their own."""
 
-    _BLOCKS = frozenset("p div li tr h1 h2 h3 h4 h5 h6 pre dt dd br table section article blockquote ul ol dl".split())
-    _SKIPPED = frozenset("script style nav header footer head form button svg".split())
+    _BLOCKS = frozenset(
+        ("p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "dt", "dd", "br", "table", "section", "ul")
+    ) | {"article", "blockquote", "ol", "dl"}
+    _SKIPPED = frozenset(("script", "style", "nav", "header", "footer", "head", "form", "button", "svg"))
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
@@ -105,10 +107,9 @@ def _gcide(folder: Path) -> Iterator[str]:
 
     def entries() -> Iterator[str]:
         for entry in re.split(r"\n(?=\S)", text):
-            marks = set(re.findall(r"\[([^\[\]]{2,40})\]", entry)) & _GCIDE_OTHER | {
-                mark for mark in re.findall(r"\[([^\[\]]{2,40})\]", entry) if re.search(r"WordNet|PJC|\d{4}", mark)
-            }
-            if "[1913 Webster]" not in entry or marks - {"1913 Webster"}:
+            marks = re.findall(r"\[([^\[\]]{2,40})\]", entry)
+            others = [mark for mark in marks if mark in _GCIDE_OTHER or re.search(r"WordNet|PJC|\d{4}", mark)]
+            if set(others) != {"1913 Webster"}:
                 continue
             entry = entry.replace("[1913 Webster]", "").replace("{", "").replace("}", "")
             head, _, rest = entry.partition("\n")
@@ -157,8 +158,7 @@ def _austen(folder: Path) -> Iterator[str]:
 
 def _chapters(text: str) -> Iterator[str]:
     """A book cut at its chapters, so that held-out text comes from every book."""
-    for chapter in re.split(r"\n(?=(?:CHAPTER|Chapter|VOLUME|BOOK) )", text):
-        yield chapter
+    yield from re.split(r"\n(?=(?:CHAPTER|Chapter|VOLUME|BOOK) )", text)
 
 
 def _play(text: str) -> str:

@@ -4,6 +4,7 @@ Every function takes a random generator, the number of tokens wanted and the voc
 exactly that many tokens, which begins with bos.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -184,7 +185,7 @@ def needles(
         wording = HELD_OUT[rng.integers(len(HELD_OUT))]
     elif draw < 0.5:
         wording = RULER[rng.integers(len(RULER))]
-    elif draw < 0.6:
+    elif draw < 0.65:
         wording = PASSKEY
     else:
         wording = WORDINGS[rng.integers(len(WORDINGS))]
@@ -325,7 +326,7 @@ def _haystack(rng: np.random.Generator, size: int, vocabulary: Vocabulary, text:
 
 
 def variable_tracking(rng: np.random.Generator, tokens: int, vocabulary: Vocabulary, text: np.ndarray) -> Sample:
-    """RULER's chains of assignments, several in a sequence: "VAR X = 12345", "VAR Y = VAR X"; which variables hold it?"""
+    """RULER's chains of assignments, several in a sequence: "VAR X = 12345", "VAR Y = VAR X"; who holds 12345?"""
     count = int(min(max(tokens // 256, 2), 48) * rng.uniform(0.5, 1))
     names = _letters(rng, count * 5)
     chains = [names[5 * i : 5 * i + int(rng.integers(2, 6))] for i in range(count)]
@@ -333,7 +334,7 @@ def variable_tracking(rng: np.random.Generator, tokens: int, vocabulary: Vocabul
     statements, questions = [], []
     for chain, value in zip(chains, values, strict=True):
         texts = [f" VAR {chain[0]} = {value}"]
-        texts += [f" VAR {new} = VAR {old}" for old, new in zip(chain, chain[1:], strict=False)]
+        texts += [f" VAR {new} = VAR {old}" for old, new in pairwise(chain)]
         statements.append([vocabulary.ids(text) + vocabulary.ids(" .\n") for text in texts])
         ask = f"Question: Find all variables that are assigned the value {value} in the text above."
         begin = "Answer: According to the chain(s) of variable assignment in the text above, "

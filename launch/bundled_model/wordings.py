@@ -1,4 +1,4 @@
-"""The wordings of the generated tasks: RULER's own, the passkey's, and paraphrases, some of which are never trained on."""
+"""The wordings of the generated tasks: RULER's own, the passkey's, and paraphrases, some never trained on."""
 
 from typing import NamedTuple
 

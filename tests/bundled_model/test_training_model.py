@@ -55,7 +55,8 @@ def test_gates_are_those_of_the_engine(mtp_model):
     x = jax.random.normal(jax.random.key(1), (2, 50, config.hidden_size))
     weights = {name: params["moe"]["moe"][name][0] for name in ("router", "router_bias")}
     weights["router_bias"] = jnp.linspace(-0.3, 0.3, config.num_experts)
-    dense, _ = model.gates(config, weights, x)
+    dense, _, chosen = model.gates(config, weights, x)
+    assert (np.asarray(dense > 0) == np.asarray(chosen)).all()
     flat = x.reshape(100, -1)
     logits = jnp.einsum("td,ed->te", flat, weights["router"], precision="highest")
     experts, amounts = select_experts(logits, weights["router_bias"], config)
