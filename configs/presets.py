@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxinfer.configs.huggingface import SIZE_NAMES
 from jaxinfer.configs.model import ModelConfig, RopeConfig
+from jaxinfer.configs.probe import PROBE
 
 _DEEPSEEK_V2_LITE = ModelConfig(
     architecture="deepseek_v2",
@@ -149,6 +150,34 @@ _TINY_RANDOM = ModelConfig(
     eos_token_ids=(257,),
 )
 
+# Weights: jaxinfer/checkpoint/constructed.py, which these sizes are made for.
+_RETRIEVAL_PROBE = ModelConfig(
+    architecture="deepseek_v3",
+    vocab_size=8192,
+    hidden_size=384,
+    num_layers=2,
+    num_heads=4,
+    q_lora_rank=192,
+    kv_lora_rank=256,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+    intermediate_size=128,
+    num_dense_layers=1,
+    moe_intermediate_size=64,
+    num_experts=8,
+    num_shared_experts=1,
+    experts_per_token=2,
+    router="sigmoid_noaux_tc",
+    num_groups=4,
+    groups_per_token=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    rope=RopeConfig(factor=256.0, mscale=1.0, mscale_all_dim=1.0),
+    max_positions=1 << 20,
+    dtype="float32",
+)
+
 _PRESETS = (
     ("deepseek-v2-lite", _DEEPSEEK_V2_LITE),
     ("deepseek-v2", _DEEPSEEK_V2),
@@ -156,6 +185,7 @@ _PRESETS = (
     ("moonlight-16b-a3b", _MOONLIGHT),
     ("kimi-k2", _KIMI_K2),
     ("tiny-random", _TINY_RANDOM),
+    (PROBE, _RETRIEVAL_PROBE),
 )
 
 PRESET_NAMES = tuple(name for name, _ in _PRESETS)

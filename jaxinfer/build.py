@@ -13,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import cache_spec
 from jaxinfer.checkpoint import open_checkpoint
+from jaxinfer.checkpoint.constructed import probe_parameters
 from jaxinfer.checkpoint.random import random_parameters
 from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.presets import PRESET_NAMES, override, preset
+from jaxinfer.configs.probe import PROBE, split_dials
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
@@ -91,11 +93,14 @@ class _Source:
         folder, overrides = Path(model), dict(options.overrides or {})
         self._options = options
         self._checkpoint = None
+        self._dials = None
         if model in PRESET_NAMES and not folder.is_dir():
             self.name = model
+            if model == PROBE:
+                self._dials, overrides = split_dials(overrides)
             self.config = preset(model, overrides)
             self.tokenizer = byte_tokenizer() if model == "tiny-random" else None
-            if options.weights != "random" and model != "tiny-random":
+            if options.weights != "random" and model not in ("tiny-random", PROBE):
                 raise ValueError(
                     f"the preset {model!r} comes without weights: give a folder that has them, or weights='random'"
                 )
@@ -119,6 +124,8 @@ class _Source:
         self.config = replace(self.config, eos_token_ids=tuple(sorted({*self.config.eos_token_ids, *ends})))
 
     def load(self, specs: Tree, progress: bool) -> Tree:
+        if self._dials is not None and self._options.weights != "random":
+            return probe_parameters(specs, self.config, self._dials, self._options.seed)
         if self._checkpoint is None or self._options.weights == "random":
             return random_parameters(specs, self._options.seed)
         return self._checkpoint.load(specs, progress=progress)
