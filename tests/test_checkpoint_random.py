@@ -56,10 +56,10 @@ def test_spread_of_each_kind_of_parameter():
         "moe.moe.router": 2 * 256**-0.5,
         "moe.moe.router_bias": 0.1,
         "moe.moe.gate_up": 256**-0.5,
-        "moe.moe.down": 96**-0.5,
-        "moe.attention.o": (4 * 16) ** -0.5,
+        "moe.moe.down": (96 * 16) ** -0.5,  # two products in each of eight layers add to the residual stream
+        "moe.attention.o": (4 * 16 * 16) ** -0.5,
         "moe.attention.v_b": 32**-0.5,
-        "dense.mlp.down": 128**-0.5,
+        "dense.mlp.down": (128 * 16) ** -0.5,
     }
     for name, deviation in expected.items():
         assert params[name].std() == pytest.approx(deviation, rel=0.05), name

@@ -21,24 +21,31 @@ from jaxinfer.checkpoint.tree import flatten, unflatten
 # Trailing dimensions of a weight over which it sums: 1 except for the output projection `[layers, d, heads, v]`.
 _SUMMED_DIMS = {"o": 2}
 
+# The weights whose products are added to the residual stream, two in each layer.
+_ADDED_TO_THE_STREAM = ("o", "down")
+
 
 def random_parameters(specs: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     """Random weights in the shapes, types and shardings of `specs` (nested dict of `jax.ShapeDtypeStruct`).
 
     Scales keep activations of order one through every layer and spread the router's scores and the logits: norms
-    1 +- 0.1, embedding 1, router 2 / sqrt(d), router bias 0.1, other matrices 1 / sqrt(inputs).
+    1 +- 0.1, embedding 1, router 2 / sqrt(d), router bias 0.1, other matrices 1 / sqrt(inputs), and those that add to
+    the residual stream 1 / sqrt(2 layers) of that, so that a stack of any depth adds as much as the embedding (GPT-2's
+    initialisation).
     """
-    return unflatten({path: _random_parameter(seed, path, spec) for path, spec in flatten(specs).items()})
+    flat = flatten(specs)
+    layers = sum(spec.shape[0] for path, spec in flat.items() if path[-1] == "attn_norm")
+    return unflatten({path: _random_parameter(seed, path, spec, layers) for path, spec in flat.items()})
 
 
-def _random_parameter(seed: int, path: TreePath, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    mean, deviation = _distribution(path, spec.shape)
+def _random_parameter(seed: int, path: TreePath, spec: jax.ShapeDtypeStruct, layers: int) -> jax.Array:
+    mean, deviation = _distribution(path, spec.shape, layers)
     salt = np.uint32(zlib.crc32(f"{seed} {'.'.join(path)}".encode()))
     fill = partial(_fill, shape=spec.shape, dtype=spec.dtype)
     return jax.jit(fill, out_shardings=spec.sharding)(salt, np.float32(mean), np.float32(deviation))
 
 
-def _distribution(path: TreePath, shape: tuple[int, ...]) -> tuple[float, float]:
+def _distribution(path: TreePath, shape: tuple[int, ...], layers: int) -> tuple[float, float]:
     """Mean and standard deviation of a parameter's values."""
     name = path[-1]
     if name.endswith("norm"):
@@ -48,6 +55,8 @@ def _distribution(path: TreePath, shape: tuple[int, ...]) -> tuple[float, float]
     if name == "router_bias":
         return 0.0, 0.1
     inputs = math.prod(shape[-_SUMMED_DIMS.get(name, 1) :])
+    if name in _ADDED_TO_THE_STREAM:
+        inputs *= 2 * layers
     return 0.0, (2.0 if name == "router" else 1.0) / math.sqrt(inputs)
 
 

@@ -30,7 +30,7 @@ def moe_workspace(config: ModelConfig, tokens: int, rules: Rules, itemsize: int)
     width = config.moe_intermediate_size // rules.size(plan.axes("expert_mlp", config.moe_intermediate_size))
     pairs = tile * config.experts_per_token * 4 * 8
     block = 3 * width * d * (itemsize + 4) + 128 * (4 * d + 3 * width) * 4
-    return tile * d * (itemsize + 3 * 4) + pairs + block + tokens * d * itemsize
+    return tile * d * (itemsize + 3 * 4) + pairs + block + tokens * d * 4
 
 
 def step_workspace(config: ModelConfig, capacity: Capacity, rules: Rules, itemsize: int, tile_tokens: int) -> int:

@@ -11,7 +11,7 @@ from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.kernels.rope import apply_rope
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
-from jaxinfer.model.linear import linear
+from jaxinfer.model.linear import linear, linear_f32
 from jaxinfer.model.params import weight
 from jaxinfer.model.rope import softmax_scale
 from jaxinfer.sharding.collectives import all_gather, all_reduce, merge, merge_over, ring
@@ -54,7 +54,8 @@ class Attention(nnx.Module):
         """Attends this rank's tokens `x [T, d]` to every earlier token of their sequences, on all cp ranks.
 
         Writes the tokens' latents to the cache first: they lie on this rank.  Then every tile of cached latents goes
-        once around the cp ring, and the partial results merge by log-sum-exp.  Returns `[T, d]` and the cache.
+        once around the cp ring, and the partial results merge by log-sum-exp.  Returns float32 `[T, d]`
+        and the cache.
         """
         q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
         cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
@@ -91,7 +92,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends one token per sequence, `x [B, d]`, the same on all cp ranks, to the keys that each rank holds.
 
-        Returns `[B, d]` and the cache.
+        Returns float32 `[B, d]` and the cache.
         """
         q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
         cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
@@ -124,4 +125,4 @@ class Attention(nnx.Module):
         return all_gather(linear("td,rd->tr", x, projection), plan.axes("latent", size), 1)
 
     def _output(self, out, plan):
-        return all_reduce(linear("thv,dhv->td", out, self.o), plan.axes("heads", self.config.num_heads))
+        return all_reduce(linear_f32("thv,dhv->td", out, self.o), plan.axes("heads", self.config.num_heads))

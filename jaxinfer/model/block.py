@@ -20,7 +20,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype):
         d = config.hidden_size
         self.eps = config.rms_norm_eps
-        self.kind = kind
+        self.kind, self.dtype = kind, dtype
         self.attn_norm = weight((d,), (None,), dtype)
         self.attention = Attention(config, dtype)
         self.mlp_norm = weight((d,), (None,), dtype)
@@ -39,9 +39,13 @@ class Block(nnx.Module):
         layout: Layout,
         plan: Plan,
     ) -> tuple[jax.Array, jax.Array]:
-        """`x [T, d]` to `[T, d]`, and the cache with this layer's latents of the batch written."""
+        """The residual stream, float32 `x [T, d]`, after this layer, and the cache with its latents of the batch.
+
+        The stream stays float32 in every precision: what is rounded is the input of each product, so that the same
+        text divided otherwise over chunks and ranks takes other paths through the experts as rarely as can be.
+        """
         with jax.named_scope("attention"):
-            h = rms_norm(x, self.attn_norm, self.eps)
+            h = rms_norm(x, self.attn_norm, self.eps).astype(self.dtype)
             if isinstance(batch, PrefillBatch):
                 out, cache = self.attention.prefill(h, cache, layer, batch, rope, layout, plan)
             else:
@@ -49,5 +53,9 @@ class Block(nnx.Module):
             x = x + out
         with jax.named_scope(self.kind):
             h = rms_norm(x, self.mlp_norm, self.eps)
-            out = self.mlp(h, plan) if self.kind == "dense" else self.moe(h, batch.positions >= 0, plan)
+            out = (
+                self.mlp(h.astype(self.dtype), plan)
+                if self.kind == "dense"
+                else self.moe(h, batch.positions >= 0, plan)
+            )
             return x + out, cache

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.moe import moe_experts
-from jaxinfer.model.linear import linear
+from jaxinfer.model.linear import linear_f32
 from jaxinfer.model.params import weight
 from jaxinfer.sharding.collectives import all_gather, all_reduce, reduce_scatter
 from jaxinfer.sharding.rules import Plan
@@ -25,17 +25,17 @@ class MLP(nnx.Module):
         self.down = weight((hidden, width), (None, "mlp"), dtype)
 
     def __call__(self, x: jax.Array, plan: Plan) -> jax.Array:
-        """`x [T, d]` to `[T, d]`."""
-        gate, up = jnp.einsum("td,gid->gti", x, self.gate_up, preferred_element_type=jnp.float32)
+        """`x [T, d]` to float32 `[T, d]`."""
+        gate, up = linear_f32("td,gid->gti", x, self.gate_up)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return all_reduce(linear("ti,di->td", hidden, self.down), plan.axes("mlp", self.width))
+        return all_reduce(linear_f32("ti,di->td", hidden, self.down), plan.axes("mlp", self.width))
 
 
 class MoE(nnx.Module):
     """Routed experts, divided over the ranks, plus the shared experts that every token passes."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.config = config
+        self.config, self.dtype = config, dtype
         experts, d, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.router = weight((experts, d), (None, None), jnp.dtype(jnp.float32))
         if config.router == "sigmoid_noaux_tc":
@@ -46,15 +46,20 @@ class MoE(nnx.Module):
             self.shared = MLP(d, config.num_shared_experts * width, dtype)
 
     def __call__(self, x: jax.Array, occupied: jax.Array, plan: Plan) -> jax.Array:
-        """`x [T, d]` to `[T, d]`; rows that are not `occupied` (bool `[T]`) hold no token and reach no expert."""
+        """Float32 `x [T, d]` to float32 `[T, d]`.
+
+        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.  The router sees `x` as it is, the
+        experts see it in the type of their weights.
+        """
         experts, weights = self.route(x)
         experts = jnp.where(occupied[:, None], experts, self.config.num_experts)
+        x = x.astype(self.dtype)
         out = self._routed(x, experts, weights, plan)
         return out + self.shared(x, plan) if self.config.num_shared_experts else out
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The experts of each token, int32 `[T, k]`, and their weights, float32 `[T, k]`; all in float32."""
-        logits = jnp.einsum("td,ed->te", x.astype(jnp.float32), self.router, precision=lax.Precision.HIGHEST)
+        """The experts of each token of float32 `x [T, d]`: int32 `[T, k]`, and their weights, float32 `[T, k]`."""
+        logits = jnp.einsum("td,ed->te", x, self.router, precision=lax.Precision.HIGHEST)
         bias = self.router_bias if self.config.router == "sigmoid_noaux_tc" else None
         return select_experts(logits, bias, self.config)
 
@@ -74,7 +79,7 @@ class MoE(nnx.Module):
         def tile(piece):
             x, experts, weights = (all_gather(array, exchange, 0) for array in piece)
             out = moe_experts(x, experts - first, weights, self.gate_up, self.down)
-            return reduce_scatter(all_reduce(out, reduce), exchange, 0).astype(x.dtype)
+            return reduce_scatter(all_reduce(out, reduce), exchange, 0)
 
         tokens = x.shape[0]
         size = EXCHANGE_TOKENS if tokens % EXCHANGE_TOKENS == 0 else tokens

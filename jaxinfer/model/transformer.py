@@ -49,9 +49,9 @@ class Transformer:
     def hidden(
         self, params: Tree, cache: jax.Array, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
     ) -> tuple[jax.Array, jax.Array]:
-        """The last layer's output for the batch's tokens, `[T, d]`, and the cache with their latents written."""
+        """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents."""
         with jax.named_scope("embed"):
-            x = self.embed(params["embed"], batch.tokens, plan)
+            x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
         first = 0
         for name, group in self.groups.items():
 
@@ -86,7 +86,7 @@ class Transformer:
 
     def logits(self, params: Tree, hidden: jax.Array, plan: Plan) -> jax.Array:
         """Float32 logits `[N, vocab]` of rows `hidden [N, d]`, which are the same on all cp and tp ranks."""
-        x = rms_norm(hidden, params["final_norm"], self.config.rms_norm_eps)
+        x = rms_norm(hidden, params["final_norm"], self.config.rms_norm_eps).astype(params["head"].dtype)
         axes = plan.axes("vocab", self.config.vocab_size)
         other_requests = tuple(axis for axis in axes if axis == "ep")
         rows = all_gather(x, other_requests, 0)

@@ -8,7 +8,10 @@ _TILE_BYTES = 128 * 2**20
 
 
 def mla_decode(q, cache, layer, page_table, lengths, *, scale):
-    """See `jaxinfer.kernels.mla_decode`.  Operands keep the type of `q`, products accumulate in float32."""
+    """See `jaxinfer.kernels.mla_decode`.
+
+    Keys are rounded to the type of `q`; the weights of the softmax are not (see the reference of `mla_prefill`).
+    """
     batch, heads, dim = q.shape
     page_size, num_pages = cache.shape[2], page_table.shape[1]
     fitting = _TILE_BYTES // (batch * page_size * (dim + 2 * heads) * 4)
@@ -29,7 +32,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, scale):
         shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(top - shift)
-        part = jnp.einsum("bhs,bsd->bhd", weights.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+        part = jnp.einsum("bhs,bsd->bhd", weights, keys.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         return out * rescale[..., None] + part, new_top, total * rescale + jnp.sum(weights, axis=-1)
 
     start = (

@@ -7,7 +7,11 @@ _SCORE_BYTES = 256 * 2**20
 
 
 def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale):
-    """See `jaxinfer.kernels.mla_prefill`.  Operands keep their type, products accumulate in float32."""
+    """See `jaxinfer.kernels.mla_prefill`.
+
+    Queries, keys and values are rounded to the type of `q`; the weights of the softmax are not: rounded relative to the
+    largest score of a block, they would make the answer depend on how the keys are divided into blocks and ranks.
+    """
     tokens, heads, _ = q.shape
     v_dim = v_b.shape[1]
 
@@ -29,7 +33,7 @@ def _attend(q, latents, k_b, v_b, key_limit, scale):
     nope = _dot("sc,hnc->shn", latents[:, :rank], k_b).astype(q.dtype)
     rope = jnp.broadcast_to(latents[:, None, rank:], (keys, heads, latents.shape[1] - rank))
     k = jnp.concatenate((nope, rope), axis=-1)
-    v = _dot("sc,hvc->shv", latents[:, :rank], v_b).astype(q.dtype)
+    v = _dot("sc,hvc->shv", latents[:, :rank], v_b).astype(q.dtype).astype(jnp.float32)
 
     def rows(block):
         q, limit = block
@@ -41,7 +45,7 @@ def _attend(q, latents, k_b, v_b, key_limit, scale):
             top = jnp.where(jnp.isneginf(top), 0.0, top)
             weights = jnp.exp(scores - top)
             total = jnp.sum(weights, axis=-1)
-            out = _dot("hqs,shv->qhv", weights.astype(v.dtype), v)
+            out = jnp.einsum("hqs,shv->qhv", weights, v, precision=lax.Precision.HIGHEST)
             out = out / jnp.where(total == 0.0, 1.0, total).T[..., None]
             return out, (top[..., 0] + jnp.log(total)).T
 

@@ -28,12 +28,17 @@ SPREAD = [
 GRID = [(m, f, at_rest) for m in MESHES for f in FIXTURES for at_rest in (False, True) if not at_rest or "cp" in m]
 
 
-def cases():
-    for case in SPREAD + [case for case in GRID if case not in SPREAD]:
-        yield pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow)
+LONG_SPREAD = [("cp=8", 8, 64), ("cp=4,ep=2", 64, 8)]
+LONG_GRID = [(m, chunk, page) for m in MESHES for chunk in (8, 16, 64, "whole") for page in (8, 64)]
 
 
-@pytest.mark.parametrize("mesh, name, at_rest", cases())
+def cases(spread: list[tuple], grid: list[tuple]) -> list:
+    """The spread, and what else is in the grid as slow cases."""
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in grid if case not in spread]
+    return [pytest.param(*case) for case in spread] + slow
+
+
+@pytest.mark.parametrize("mesh, name, at_rest", cases(SPREAD, GRID))
 def test_logits_and_greedy_continuation(mesh: str, name: str, at_rest: bool):
     reference = np.load(oracle(name) / "reference.npz")
     with LLM(
@@ -56,20 +61,21 @@ def test_logits_and_greedy_continuation(mesh: str, name: str, at_rest: bool):
         assert llm.engine.runner.compilations.count == 0
 
 
-def long_cases():
-    spread = [("cp=8", 8, 64), ("cp=4,ep=2", 64, 8)]
-    grid = [(m, chunk, page) for m in MESHES for chunk in (8, 16, 64, "whole") for page in (8, 64)]
-    for case in spread + [case for case in grid if case not in spread]:
-        yield pytest.param(*case, marks=() if case in spread else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("mesh, chunk, page", long_cases())
+@pytest.mark.parametrize("mesh, chunk, page", cases(LONG_SPREAD, LONG_GRID))
 def test_long_prompt_in_chunks(mesh: str, chunk: int | str, page: int, tmp_path):
     """1,536 tokens: neither the chunk nor the page nor the mesh shows in the answer."""
     folder = oracle_long(tmp_path)
     reference = np.load(folder / "reference.npz")
     size = 1536 if chunk == "whole" else int(chunk)
-    with LLM(model=str(folder), precision="fp32", mesh=mesh, chunk_size=size, page_size=page, max_context=2048) as llm:
+    with LLM(
+        model=str(folder),
+        precision="fp32",
+        mesh=mesh,
+        chunk_size=size,
+        page_size=page,
+        max_context=2048,
+        max_num_seqs=1,
+    ) as llm:
         ids, rows = reference["input_ids"].reshape(-1).tolist(), reference["rows"]
         expected = reference["logits"].reshape(len(rows), -1)
         np.testing.assert_allclose(llm.logits(ids, rows=rows), expected, atol=TOLERANCE, rtol=0)
