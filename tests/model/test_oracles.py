@@ -42,16 +42,23 @@ def cases(spread: list[tuple], grid: list[tuple]) -> list:
 def test_logits_and_greedy_continuation(mesh: str, name: str, at_rest: bool):
     reference = np.load(oracle(name) / "reference.npz")
     with LLM(
-        model=str(oracle(name)), precision="fp32", mesh=mesh, chunk_size=16, page_size=16, shard_dense_weights=at_rest
+        model=str(oracle(name)),
+        precision="fp32",
+        mesh=mesh,
+        chunk_size=16,
+        page_size=16,
+        max_num_seqs=2,
+        shard_dense_weights=at_rest,
     ) as llm:
         prompts = [row.tolist() for row in reference["input_ids"]]
         for ids, logits in zip(prompts, reference["logits"], strict=True):
             np.testing.assert_allclose(llm.logits(ids), logits, atol=TOLERANCE, rtol=0)
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0))
-        for answer, greedy, margin in zip(answers, reference["greedy"], reference["greedy_margin"], strict=True):
-            unsure = np.flatnonzero(margin < 1e-3)
-            sure = unsure[0] if len(unsure) else len(greedy)
-            assert answer.token_ids[:sure] == greedy[:sure].tolist()
+        if "greedy" in reference.files:  # deepseek_v3_mtp has logits only
+            for answer, greedy, margin in zip(answers, reference["greedy"], reference["greedy_margin"], strict=True):
+                unsure = np.flatnonzero(margin < 1e-3)
+                sure = unsure[0] if len(unsure) else len(greedy)
+                assert answer.token_ids[:sure] == greedy[:sure].tolist()
         # What decode computes token by token is what a prefill of the longer text computes.
         first = answers[0]
         longer = log_softmax(llm.logits(prompts[0] + first.token_ids), axis=-1)[len(prompts[0]) - 1 : -1]
