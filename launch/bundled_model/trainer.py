@@ -128,7 +128,7 @@ def _abstract_batch(rows: int, length: int) -> Batch:
 
 
 def _evaluation_rows(length: int) -> int:
-    return max(8, 65536 // length)
+    return max(8, 131072 // length)
 
 
 class Trainer:
