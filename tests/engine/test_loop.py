@@ -161,12 +161,13 @@ def test_mail_behind_a_failure_is_answered(loop: EngineLoop, monkeypatch: pytest
     runner(loop).before = wait
     first = submit(loop, 5, max_tokens=3)
     assert entered.wait(30)
-    admit = Engine.admit
+    admit, late = Engine.admit, []
     # Two come while the step is computed; taking in the first of them fails.
     clients = [submit(loop, 6, n=2), submit(loop, 7)]
 
     def failing(self: Engine, one: Request) -> None:
         if one is clients[0].request:
+            late.append(submit(loop, 9, max_tokens=3))
             raise KeyError("a bug")
         admit(self, one)
 
@@ -175,6 +176,7 @@ def test_mail_behind_a_failure_is_answered(loop: EngineLoop, monkeypatch: pytest
     for client in (first, *clients):
         assert client.reason == "error"
     assert [one.finish_reason for one in clients[0].accumulator.output.outputs] == ["error", "error"]
+    assert late[0].answer() == reference(late[0].request, SPEC)  # came after that mail
     assert submit(loop, 8, max_tokens=2).reason == "length"
 
 
