@@ -96,7 +96,8 @@ class Attention(nnx.Module):
         """
         q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
         cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
-        absorbed = linear("bhn,hnc->bhc", q_nope, self.k_b)
+        # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
+        absorbed = linear("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
         heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
         q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
         lengths = layout.local_length(batch.positions + 1, lax.axis_index("cp"), batch.homes)
