@@ -132,12 +132,8 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kw: Any) -> list[int]:
-        """The ids of a rendered chat; the template writes every special token, so none is added."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt, **kw), add_special_tokens=False)
-
     def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kw: Any) -> str:
-        """The text of a chat, special tokens written out.  `kw` goes to the template (`tools`, `documents`, ...).
+        """The text of a chat, special tokens written out: encode it with `add_special_tokens=False`.  `kw` goes to the template (`tools`, `documents`, ...).
         Raises ValueError if there is no template or the template refuses, with its message."""
         if self._template is None:
             raise ValueError("expected a tokenizer with a chat template, got one without: send a completion instead")

@@ -143,8 +143,8 @@ def test_bos_is_not_doubled():
     chat = [{"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(chat)
     assert text == "<|bos|><|user|>hi<|end|><|assistant|>"
-    assert tokenizer.encode_chat(chat) == tokenizer.encode(text) == [256, 258, 104, 105, 261, 259]
-    assert tokenizer.encode_chat(chat, add_generation_prompt=False) == [256, 258, 104, 105, 261]
+    assert tokenizer.encode(text, False) == tokenizer.encode(text) == [256, 258, 104, 105, 261, 259]
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=False) == "<|bos|><|user|>hi<|end|>"
     assert tokenizer.eos_ids == (257, 261) and tokenizer.bos_id == 256 and tokenizer.vocab_size == 262
 
 
@@ -202,7 +202,7 @@ def test_load_released_forms(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 257}')
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer is not None
-    assert tokenizer.encode_chat([]) == [256, 120] and tokenizer.eos_ids == (257,)
+    assert tokenizer.apply_chat_template([]) == "<|bos|>x" and tokenizer.eos_ids == (257,)
     (tmp_path / "chat_template.jinja").write_text("from the file")
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer is not None and tokenizer.apply_chat_template([]) == "from the file"

@@ -45,11 +45,6 @@ class EngineLoop:
         """Whether the thread is alive."""
         return self._thread.is_alive()
 
-    @property
-    def unfinished(self) -> int:
-        """Requests submitted and not finished."""
-        return len(self._receivers)
-
     def submit(self, request: Request, callback: Callback) -> None:
         """Takes a request.  Raises ValueError if it can never be served or its id is under way (`Engine.add`), and
         EngineClosedError if the loop takes no more."""
