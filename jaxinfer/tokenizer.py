@@ -133,7 +133,9 @@ class Tokenizer:
         return ids
 
     def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kw: Any) -> str:
-        """The text of a chat, special tokens written out: encode it with `add_special_tokens=False`.  `kw` goes to the template (`tools`, `documents`, ...).
+        """The text of a chat, special tokens written out: encode it with `add_special_tokens=False`.
+
+        `kw` goes to the template (`tools`, `documents`, ...).
         Raises ValueError if there is no template or the template refuses, with its message."""
         if self._template is None:
             raise ValueError("expected a tokenizer with a chat template, got one without: send a completion instead")

@@ -152,8 +152,6 @@ def test_template_errors_are_value_errors():
     tokenizer = byte_tokenizer()
     with pytest.raises(ValueError, match="expected the role system, user or assistant, got tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
-    with pytest.raises(ValueError, match="chat template"):
-        tokenizer.apply_chat_template([{"role": "user"}, "not a message"])  # pyright: ignore
     with pytest.raises(ValueError, match="without"):
         sentencepiece_like().apply_chat_template([{"role": "user", "content": "x"}])
 
@@ -167,7 +165,7 @@ def test_template_is_sandboxed_and_has_what_templates_expect(tmp_path: Path):
     assert tokenizer is not None
     text = tokenizer.apply_chat_template([{"role": "user", "content": "<é>"}])
     assert text.startswith('[{"role": "user", "content": "<é>"}]20') and text.endswith("<|eos|>")
-    for attack in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+    for attack in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):
         write(tmp_path, byte_tokenizer(), chat_template=attack)
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer is not None
