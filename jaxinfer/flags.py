@@ -1,6 +1,9 @@
 """The command-line flags that every program with an engine has."""
 
+import dataclasses
 import json
+from collections.abc import Collection
+from typing import Any
 
 from absl import app, flags
 
@@ -21,8 +24,18 @@ def _with_underscores(argument: str) -> str:
     return argument
 
 
-def define_engine_flags() -> None:
-    """Defines a flag for each field of `EngineOptions`."""
+def define_engine_flags(lists: Collection[str] = ()) -> None:
+    """Defines a flag for each field of `EngineOptions`; those of kv and attention named in `lists` take several values.
+
+    `EngineOptions` checks the values of these.
+    """
+
+    def define_choice(name: str, choices: Collection[str], help_text: str) -> None:
+        if name in lists:
+            flags.DEFINE_list(name, "auto", f"{help_text}. Any of {', '.join(choices)}, separated by commas")
+        else:
+            flags.DEFINE_enum(name, "auto", choices, help_text)
+
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
@@ -39,8 +52,8 @@ def define_engine_flags() -> None:
     flags.DEFINE_enum(
         "precision", "auto", PRECISIONS, "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU"
     )
-    flags.DEFINE_enum("kv", "auto", KV_FORMATS, "type of the latent cache: auto follows --precision")
-    flags.DEFINE_enum("attention", "auto", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
+    define_choice("kv", KV_FORMATS, "type of the latent cache: auto follows --precision")
+    define_choice("attention", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
     )
@@ -61,27 +74,16 @@ def define_engine_flags() -> None:
     )
 
 
-def engine_options_from_flags(values: flags.FlagValues = flags.FLAGS) -> EngineOptions:
-    """The options that the parsed flags give.  Raises ValueError for values that are not possible."""
+def engine_options_from_flags(values: flags.FlagValues = flags.FLAGS, **fixed: Any) -> EngineOptions:
+    """The options that the parsed flags give; fields in `fixed` have these values whatever the flags say.
+
+    Raises ValueError for values that are not possible.
+    """
     try:
         overrides = json.loads(values.overrides)
     except json.JSONDecodeError as error:
         raise ValueError(f"expected --overrides to be a JSON object, got {values.overrides!r}: {error}") from error
     if not isinstance(overrides, dict):
         raise ValueError(f"expected --overrides to be a JSON object, got {values.overrides!r}")
-    return EngineOptions(
-        model=values.model,
-        mesh=values.mesh,
-        precision=values.precision,
-        kv=values.kv,
-        attention=values.attention,
-        max_context=values.max_context,
-        chunk_size=values.chunk_size,
-        page_size=values.page_size,
-        max_num_seqs=values.max_num_seqs,
-        memory_fraction=values.memory_fraction,
-        seed=values.seed,
-        weights=values.weights,
-        overrides=overrides,
-        shard_dense_weights=values.shard_dense_weights,
-    )
+    given: dict[str, Any] = {field.name: values[field.name].value for field in dataclasses.fields(EngineOptions)}
+    return EngineOptions(**(given | {"overrides": overrides} | fixed))

@@ -162,7 +162,7 @@ class LLM:
             params=SamplingParams(max_tokens=1),
             logit_rows=tuple(int(row) for row in unique),
         )
-        (output,) = self._run([request], progress=False)
+        (output,) = self.run([request])
         if output.logits is None:
             raise RuntimeError(f"the engine failed on this request: {output.error}")
         return output.logits[inverse]
@@ -206,12 +206,13 @@ class LLM:
             Request(id=self._new_id(), prompt_ids=list(ids), params=p, prompt=text)
             for (ids, text), p in zip(prompts, params, strict=True)
         ]
-        return self._run(requests, progress)
+        return self.run(requests, progress=progress)
 
     def _new_id(self) -> str:
         return f"llm-{next(self._numbers)}"
 
-    def _run(self, requests: Sequence[Request], progress: bool) -> list[RequestOutput]:
+    def run(self, requests: Sequence[Request], *, progress: bool = False) -> list[RequestOutput]:
+        """Runs requests as they are, together; the outputs are in their order.  Raises as `generate`."""
         engine = self.engine
         for request in requests:
             engine.check(request)  # before the first of them starts

@@ -6,8 +6,8 @@ code, the codes of the one to three tokens before it, and the answer; one more n
 Layer 0 has a head for each distance 1 to 3.  Its query and key are rotary only: the rotation that the distance makes is
 undone in the query, so that the score peaks at exactly that distance; the head copies the code found there into the
 slot of its distance.  Layer 1 has one head, without rotary part: the query holds the codes of the last tokens, the key
-those of the tokens before a place, and the score is `beta` for each that agrees.  It copies the code of the place, which
-is the token that followed, into the answer's slot, and the vocabulary head reads that.  Feed-forward layers add
+those of the tokens before a place, and the score is `beta` for each that agrees.  It copies the code of the place,
+which is the token that followed, into the answer's slot, and the vocabulary head reads that.  Feed-forward layers add
 nothing; the router spreads the tokens over the experts all the same.
 """
 

@@ -16,8 +16,8 @@ _HEAD = 8
 class Lookups:
     """A text of random tokens with key-value pairs in it, and the keys asked for again at its end.
 
-    All but the last key are followed by their value: what a model predicts there, given the right tokens before, is what
-    it would answer.  The text ends with the last key.
+    All but the last key are followed by their value: what a model predicts there, given the right tokens before, is
+    what it would answer.  The text ends with the last key.
     """
 
     ids: list[int]
@@ -39,9 +39,9 @@ def make_lookups(
 ) -> Lookups:
     """A text of exactly `tokens` ids from `allowed` (int `[n]`) with a pair at each depth, asked for in random order.
 
-    `distractors` is their number per token of text: places that share all tokens of a key but one, which is replaced by
-    another of its cluster (see `configs.probe`).  Every sequence of `key_tokens` tokens before a token of a value occurs
-    once in the text.  Raises ValueError if the text is too short.
+    `distractors` is their number per token of text: places that share all tokens of a key but one, which is replaced
+    by another of its cluster (see `configs.probe`).  Every sequence of `key_tokens` tokens before a token of a value
+    occurs once in the text.  Raises ValueError if the text is too short.
     """
     pair = key_tokens + VALUE_TOKENS
     room = tokens - len(depths) * pair + VALUE_TOKENS

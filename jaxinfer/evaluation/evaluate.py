@@ -1,0 +1,111 @@
+"""Runs tasks over lengths and depths, a record for each sample."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.engine.step import Capacity
+from jaxinfer.evaluation.records import Records
+from jaxinfer.evaluation.scoring import Answer, ask, bits_per_byte, score_parts
+from jaxinfer.evaluation.tasks import TASKS, Sample, Settings, make_sample
+from jaxinfer.llm import LLM
+
+type Setting = dict[str, Any]
+"""What a result depends on besides task, length, depth and sample, as JSON values; defaults are left out."""
+
+_NO_EFFECT = ("max_context", "max_num_seqs", "memory_fraction")
+"""Engine options that the results do not depend on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One sample to take."""
+
+    task: str
+    length: int
+    depth: float | None
+    sample: int
+
+    def key(self, setting: Setting, baseline: Setting | None = None) -> dict[str, Any]:
+        """The fields of the record that identify it."""
+        fields = {"setting": setting, "task": self.task, "length": self.length}
+        fields |= {"depth": self.depth, "sample": self.sample}
+        return fields if baseline is None else fields | {"baseline": baseline}
+
+
+def cells(tasks: Sequence[str], lengths: Sequence[int], depths: int, samples: int) -> list[Cell]:
+    """Short lengths first; within a length and task every depth once before any twice.
+
+    Depths are spread evenly from 0 to 1 (a single one is 0.5).  Tasks without a depth get as many samples in all.
+    """
+    levels = [round(i / (depths - 1), 4) for i in range(depths)] if depths > 1 else [0.5]
+    found = []
+    for length in sorted(lengths):
+        for task in tasks:
+            if task in TASKS and TASKS[task].has_depth:
+                places = [(depth, number) for number in range(samples) for depth in levels]
+            else:
+                places = [(None, number) for number in range(samples * depths)]
+            found += [Cell(task=task, length=length, depth=d, sample=n) for d, n in places]
+    return found
+
+
+def setting_of(options: EngineOptions, settings: dict[str, Any]) -> Setting:
+    """The setting of an engine and of the samples (`settings`: those that are not as by default)."""
+    found: Setting = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _NO_EFFECT and value != field.default and value != {}:
+            found[field.name] = dict(value) if field.name == "overrides" else value
+    return found | settings
+
+
+def evaluate(llm: LLM, setting: Setting, todo: Sequence[Cell], settings: Settings, records: Records) -> None:
+    """Takes the samples of `todo` that have no record yet.
+
+    Raises ValueError for a task that the model or the length does not allow, RuntimeError if the engine fails on a
+    sample.
+    """
+    missing = [cell for cell in todo if cell.key(setting) not in records]
+    with tqdm(total=len(todo), initial=len(todo) - len(missing), desc="samples", dynamic_ncols=True) as bar:
+        for batch in batches(missing, llm.engine.capacity):
+            bar.set_postfix_str(f"{batch[0].task}, {batch[0].length} tokens")
+            samples = [make_sample(c.task, c.length, c.depth, c.sample, settings) for c in batch]
+            for cell, sample, answer in zip(batch, samples, ask(llm, samples), strict=True):
+                records.add(cell.key(setting) | _result(sample, answer))
+            bar.update(len(batch))
+
+
+def batches(todo: Sequence[Cell], capacity: Capacity) -> Iterator[list[Cell]]:
+    """Cells of one length and task that go to the engine together: what its pages hold, so that few results are lost
+    when a run is stopped."""
+    batch: list[Cell] = []
+    for cell in todo:
+        fit = max(1, min(capacity.pool_tokens // cell.length, capacity.max_num_seqs)) * capacity.replicas
+        if batch and (len(batch) >= fit or (batch[0].task, batch[0].length) != (cell.task, cell.length)):
+            yield batch
+            batch = []
+        batch.append(cell)
+    if batch:
+        yield batch
+
+
+def _result(sample: Sample, answer: Answer) -> dict[str, Any]:
+    """The part of a record that says how it went."""
+    result: dict[str, Any] = {"prompt_tokens": len(sample.ids), "seconds": answer.seconds}
+    if not sample.parts:
+        assert answer.prompt_logprobs is not None
+        return result | {"bits_per_byte": bits_per_byte(answer.prompt_logprobs)}
+    scores = score_parts(sample, answer)
+    return result | {
+        "score": sum(scores) / len(scores),
+        "parts": [
+            {"depth": part.depth, "score": score, "reference": part.reference}
+            for part, score in zip(sample.parts, scores, strict=True)
+        ],
+        "answer": answer.text if sample.text is not None else answer.token_ids,
+    }
