@@ -71,7 +71,7 @@ class Attention(nnx.Module):
                 seen = layout.local_length(batch.positions + 1, source, batch.homes[segment])
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
                 out, lse = mla_prefill(q, block, self.k_b, self.v_b, limit, scale=scale)
-                return merge(*partial, out, lse)
+                return merge(partial[0], partial[1], out, lse)
 
             return ring(visit, partial, block, "cp")
 

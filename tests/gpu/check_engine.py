@@ -52,7 +52,13 @@ def billion(mesh: str, prompt: list[int], rows: list[int], long_prompt: list[int
     """Logits of rows of a prompt, the answer to a long one, and how long both took."""
     started = time.monotonic()
     with LLM(
-        model="deepseek-v3", weights="random", overrides=BILLION, precision="bf16", mesh=mesh, max_context=131072, max_num_seqs=1
+        model="deepseek-v3",
+        weights="random",
+        overrides=BILLION,
+        precision="bf16",
+        mesh=mesh,
+        max_context=131072,
+        max_num_seqs=1,
     ) as llm:
         ready = time.monotonic() - started
         logits = llm.logits(prompt, rows=rows)
@@ -89,8 +95,8 @@ def main() -> int:
         agreement = np.mean(one.argmax(-1) == two.argmax(-1))
         same = sum(a == b for a, b in zip(results["cp=1"][1], results["cp=2"][1], strict=True))
         lines.append(
-            f"cp=2 against cp=1, 512 rows of 4,096: median KL {divergence:.1e}, top-1 agreement {100 * agreement:.1f} %; "
-            f"{same} of 32 greedy tokens after 65,536 equal"
+            f"cp=2 against cp=1, 512 rows of 4,096: median KL {divergence:.1e}, top-1 agreement "
+            f"{100 * agreement:.1f} %; {same} of 32 greedy tokens after 65,536 equal"
         )
         if divergence > 1e-3 or agreement < 0.98:
             broken.append(lines[-1])
