@@ -18,7 +18,7 @@ from absl import app, flags
 
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.probe import PROBE, split_dials
-from jaxinfer.evaluation.comparison import INVARIANCES, compare, compare_batches, invariance_sample
+from jaxinfer.evaluation.comparison import INVARIANCES, compare, compare_batches, invariance_sample, without_record
 from jaxinfer.evaluation.evaluate import Cell, Setting, cells, evaluate, setting_of
 from jaxinfer.evaluation.haystack import from_file, king_james
 from jaxinfer.evaluation.records import Records
@@ -116,9 +116,10 @@ class Evaluation:
         unknown = [task for task in FLAGS.tasks if task not in known]
         if unknown or not FLAGS.tasks or not self.lengths:
             raise ValueError(f"expected lengths and tasks of {', '.join(known)}; got {FLAGS.lengths}, {FLAGS.tasks}")
-        self.options = dataclasses.replace(options, max_context=options.max_context or max(self.lengths))
-        if self.options.max_context < max(self.lengths):
-            raise ValueError(f"expected max_context of at least {max(self.lengths)}, got {self.options.max_context}")
+        context = options.max_context or max(self.lengths)
+        if context < max(self.lengths):
+            raise ValueError(f"expected max_context of at least {max(self.lengths)}, got {context}")
+        self.options = dataclasses.replace(options, max_context=context)
         self.haystack = from_file(Path(FLAGS.text)) if FLAGS.text else king_james()
         self.records = Records(self.out / "results.jsonl")
         self._sample_setting = {k: FLAGS[k].value for k, v in _SAMPLE_FLAGS.items() if FLAGS[k].value != v}
@@ -221,6 +222,7 @@ class Evaluation:
     def _check(self, task: str, options: EngineOptions) -> None:
         """One of the invariance checks."""
         todo = cells([task], self.lengths, 1, FLAGS.samples)
+        setting = self.setting(options)
         if task == "invariance_mesh":
             self._compare(options, [dataclasses.replace(options, mesh=m) for m in self._other_meshes()], todo)
         elif task == "invariance_chunk":
@@ -230,13 +232,16 @@ class Evaluation:
                     whole = llm.engine.capacity.chunk_size
                 sizes = [whole // 2, whole // 4]
             self._compare(options, [dataclasses.replace(options, chunk_size=size) for size in sizes], todo)
-        else:
+        elif missing := without_record(todo, setting, self.records):
             with self._open(options) as llm:
-
-                def sample_of(cell: Cell, llm: LLM):
-                    return invariance_sample(cell, self.settings(llm))
-
-                compare_batches(llm, self.setting(options), todo, sample_of, FLAGS.compare_rows, self.records)
+                compare_batches(
+                    llm,
+                    setting,
+                    missing,
+                    partial(invariance_sample, settings=self.settings(llm)),
+                    FLAGS.compare_rows,
+                    self.records,
+                )
 
 
 def main(arguments: list[str]) -> int:

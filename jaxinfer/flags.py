@@ -86,4 +86,6 @@ def engine_options_from_flags(values: flags.FlagValues = flags.FLAGS, **fixed: A
     if not isinstance(overrides, dict):
         raise ValueError(f"expected --overrides to be a JSON object, got {values.overrides!r}")
     given: dict[str, Any] = {field.name: values[field.name].value for field in dataclasses.fields(EngineOptions)}
-    return EngineOptions(**(given | {"overrides": overrides} | fixed))
+    given["overrides"] = overrides
+    given.update(fixed)
+    return EngineOptions(**given)

@@ -67,7 +67,8 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def rows_of(sample: Sample, count: int) -> list[int]:
     """`count` positions spread evenly over a prompt, the last one among them."""
-    return sorted({round((i + 1) * len(sample.ids) / count) - 1 for i in range(min(count, len(sample.ids)))})
+    count = min(count, len(sample.ids))
+    return [round((i + 1) * len(sample.ids) / count) - 1 for i in range(count)]
 
 
 def measure(llm: LLM, samples: Sequence[Sample], rows: int) -> list[Measurement]:
@@ -146,21 +147,30 @@ def compare(
                 records.add(cell.key(other, base) | _compared(store.load(cell, base), measured))
 
 
+def _alone_and_together(setting: Setting) -> tuple[Setting, Setting]:
+    return setting | {"batch": "alone"}, setting | {"batch": "among others"}
+
+
+def without_record(todo: Sequence[Cell], setting: Setting, records: Records) -> list[Cell]:
+    """The cells that `compare_batches` has not recorded."""
+    alone, together = _alone_and_together(setting)
+    return [cell for cell in todo if cell.key(together, alone) not in records]
+
+
 def compare_batches(
     llm: LLM,
     setting: Setting,
     todo: Sequence[Cell],
-    sample_of: Callable[[Cell, LLM], Sample],
+    sample_of: Callable[[Cell], Sample],
     rows: int,
     records: Records,
 ) -> None:
     """Compares each prompt alone with the same prompt among others in the engine: the rest of its batch, one of them
     cut to half."""
-    alone, together = setting | {"batch": "alone"}, setting | {"batch": "among others"}
-    missing = [cell for cell in todo if cell.key(together, alone) not in records]
-    with tqdm(total=len(missing), desc="batches", dynamic_ncols=True) as bar:
-        for batch in batches(missing, llm.engine.capacity):
-            samples = [sample_of(cell, llm) for cell in batch]
+    alone, together = _alone_and_together(setting)
+    with tqdm(total=len(todo), desc="batches", dynamic_ncols=True) as bar:
+        for batch in batches(todo, llm.engine.capacity):
+            samples = [sample_of(cell) for cell in batch]
             half = replace(samples[0], ids=samples[0].ids[: len(samples[0].ids) // 2], parts=[])
             crowd = measure(llm, [half, *samples], rows)[1:]
             for cell, sample, measured in zip(batch, samples, crowd, strict=True):

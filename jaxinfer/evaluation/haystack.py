@@ -19,7 +19,7 @@ class Haystack:
     """A text as words, each with the space behind it; it begins anew after its end."""
 
     def __init__(self, text: str):
-        self.words = re.findall(r"\S+\s*", text)
+        self.words = re.findall(r"\S+\s+", text.rstrip() + "\n")
         if not self.words:
             raise ValueError("expected a text with words in it, got none")
         ends = [i + 1 for i, word in enumerate(self.words) if word.rstrip().endswith((".", "?", "!"))]

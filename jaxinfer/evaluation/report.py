@@ -111,7 +111,7 @@ def _nearest(levels: np.ndarray, depth: float) -> float:
 def _comparison(records: Sequence[Record]) -> list[str]:
     lines = []
     for task, group in by_key(records, lambda r: r["task"]):
-        rows = [(name, _measure(name)) for name in _MEASURES]
+        rows = [("samples", lambda g: str(len(g))), *((name, _measure(name)) for name in _MEASURES)]
         if all(record["score"] is not None for record in group):
             rows.append(("score", lambda g: f"{100 * _mean(g, 'score'):.1f}"))
             rows.append(("score of the baseline", lambda g: f"{100 * _mean(g, 'baseline_score'):.1f}"))

@@ -229,10 +229,11 @@ def _common_words(rng, haystack, tokens, size, depth) -> Draft:
     """Ten words thirty times each among others three times each; below 4,096 tokens ten times and once."""
     del haystack, depth
     often, seldom = (30, 3) if tokens >= 4096 else (10, 1)
-    pool = rng.permutation(words().all).tolist()
-    pool += [f"{a}-{b}" for a, b in zip(pool, pool[1:] + pool[:1], strict=True)]  # for the longest texts
-    if 10 + size > len(pool):
-        raise ValueError(f"expected a length for which {len(pool)} words suffice, got {tokens} tokens")
+    single = rng.permutation(words().all).tolist()
+    pool, shift = single, 0
+    while len(pool) < 10 + size:  # the longest texts need more words than there are
+        shift += 1
+        pool = pool + [f"{a}-{b}" for a, b in zip(single, single[shift:] + single[:shift], strict=True)]
     common, rare = pool[:10], pool[10 : 10 + size]
     listed = rng.permutation([word for word in common for _ in range(often)] + [w for w in rare for _ in range(seldom)])
     context = " ".join(f"{i}. {word}" for i, word in enumerate(listed.tolist(), start=1))
