@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 MAX_SEGMENTS = 32
 """Sequences that share a prefill step of one replica, and rows whose logits are computed at a time."""
 
+_PROGRAM_CACHE_BYTES = 8 * 2**30
+"""With a limit, JAX locks the folder: two engines that start together do not read each other's half-written files."""
+
 _TYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
@@ -211,3 +214,4 @@ def _keep_compiled_programs() -> None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jaxinfer" / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_compilation_cache_max_size", _PROGRAM_CACHE_BYTES)

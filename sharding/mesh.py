@@ -1,5 +1,6 @@
 """The device mesh: parse `--mesh cp=8`, start the platform with enough devices, build the mesh."""
 
+import logging
 import math
 import os
 from dataclasses import dataclass, fields
@@ -68,6 +69,8 @@ def start_platform(shape: MeshShape) -> None:
 
     Does nothing if the backend runs already; `make` then says whether its devices suffice.
     """
+    # At INFO it reports every kind of device that is not there.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     flags = os.environ.get("XLA_FLAGS", "")
     if "collective_call_terminate_timeout" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_CPU_COLLECTIVE_TIMEOUT}".strip()

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAX_LOGPROBS = 20
-"""Most likely tokens reported beside the chosen one; OpenAI's limit."""
+from jaxinfer.engine.request import MAX_LOGPROBS
 
 Array = Any
 """numpy on the host, jax on the device."""
