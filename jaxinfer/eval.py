@@ -257,7 +257,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("jaxinfer.eval: interrupted; the same command goes on where this one stopped")
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last from the engine, on a sample
         print(f"jaxinfer.eval: {error}")
         return 1
     print(evaluation.report())

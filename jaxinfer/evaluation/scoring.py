@@ -30,12 +30,12 @@ class Answer:
 def ask(
     llm: LLM, samples: Sequence[Sample], *, scored: bool = True, rows: Sequence[Sequence[int]] | None = None
 ) -> list[Answer]:
-    """Answers samples greedily, all of them together in the engine.
+    """Answers samples greedily, all of them together in the engine, and then asks for the logits of all.
 
     `rows` asks for the logits at these positions of each prompt, besides those that its score needs; `scored=False`
     leaves out what only the score of a text's perplexity needs.  Raises RuntimeError if the engine fails on one.
     """
-    requests: list[tuple[int, Request]] = []
+    requests: list[Request] = []
     wanted: list[list[int]] = []
     for i, sample in enumerate(samples):
         needed = {row for part in sample.parts for row in part.rows or ()} | set(rows[i] if rows is not None else ())
@@ -46,25 +46,31 @@ def ask(
             ignore_eos=sample.text is None,
             prompt_logprobs=0 if scored and not sample.parts else None,
         )
-        requests.append((i, Request(id=f"sample-{i}", prompt_ids=sample.ids, params=params)))
-        if needed:
-            logit_rows = tuple(wanted[i])
-            requests.append((i, Request(id=f"rows-{i}", prompt_ids=sample.ids, logit_rows=logit_rows)))
-    answers = [Answer(rows=wanted[i]) for i in range(len(samples))]
-    outputs = llm.run([request for _, request in requests])
-    for (i, request), output in zip(requests, outputs, strict=True):
-        _take(answers[i], request, output)
+        requests.append(Request(id=f"sample-{i}", prompt_ids=sample.ids, params=params))
+    answers = [
+        Answer(
+            token_ids=list(output.token_ids),
+            text=output.text,
+            rows=wanted[i],
+            prompt_logprobs=output.prompt_logprobs,
+            seconds=output.metrics.ttft,
+        )
+        for i, output in enumerate(_run(llm, requests))
+    ]
+    with_rows = [i for i, needed in enumerate(wanted) if needed]
+    # Behind the answers rather than beside them: a long prompt may fill the cache alone.
+    requests = [Request(id=f"rows-{i}", prompt_ids=samples[i].ids, logit_rows=tuple(wanted[i])) for i in with_rows]
+    for i, output in zip(with_rows, _run(llm, requests), strict=True):
+        answers[i].logits = output.logits
     return answers
 
 
-def _take(answer: Answer, request: Request, output: RequestOutput) -> None:
-    if output.error is not None:
-        raise RuntimeError(f"the engine failed on a sample of {len(request.prompt_ids)} tokens: {output.error}")
-    if request.logit_rows is not None:
-        answer.logits = output.logits
-    else:
-        answer.token_ids, answer.text = list(output.token_ids), output.text
-        answer.prompt_logprobs, answer.seconds = output.prompt_logprobs, output.metrics.ttft
+def _run(llm: LLM, requests: Sequence[Request]) -> list[RequestOutput]:
+    outputs = llm.run(requests)
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"the engine failed on {len(output.prompt_token_ids)} tokens: {output.error}")
+    return outputs
 
 
 def score_parts(sample: Sample, answer: Answer) -> list[float]:
