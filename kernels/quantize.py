@@ -1,0 +1,97 @@
+"""Quantisation of activations and weights to e4m3 or int8, alone and fused with what stands before it.
+
+Two schemes.  `row`: one float32 scale for each row (of activations: a token; of a weight `[N, K]`: an output channel).
+`block`: one for 128 numbers of a row (activations) or for 128x128 numbers (weights), as released checkpoints have them.
+The scales of activation blocks are `[K / 128, M]`, rows last, so that a matrix product reads those of a tile at once.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.reference import quantize as reference
+
+Scheme = Literal["row", "block"]
+BLOCK = reference.BLOCK
+
+
+def quantize(
+    x: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`x / scale`, rounded to nearest even and saturated; `scale = max(|x|, 1e-4) / largest`.
+
+    The recipe of DeepSeek's published inference code (arXiv 2412.19437, section 3.3.2): 448 is the largest e4m3, and
+    with `power_of_two` the scale is rounded up to a power of two (the ue8m0 of V3.1 and later).
+
+    Args:
+        x: `[M, K]`; K a multiple of 128 for blocks.
+        scheme: `row` or `block`.
+        dtype: `float8_e4m3fn`, or `int8` (rows only).
+
+    Returns: `q [M, K]` of `dtype` and float32 scales, `[M]` for rows and `[K / 128, M]` for blocks.
+    Raises: ValueError if shape, scheme and dtype do not fit together.
+    """
+    check(x.shape, scheme, dtype)
+    return reference.quantize(x, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+
+
+def rms_norm_quantize(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    scheme: Scheme = "row",
+    dtype=jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize(rms_norm(x, weight, eps))` with the norm kept in float32: one rounding fewer than the two steps.
+
+    Args: `x [M, K]`, `weight [K]`.  Returns and raises what `quantize` does.
+    """
+    check(x.shape, scheme, dtype)
+    return reference.rms_norm_quantize(x, weight, eps, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+
+
+def swiglu_quantize(
+    gate_up: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize(silu(gate) * up)` in float32 (arXiv 2002.05202).
+
+    Args: `gate_up [M, 2 I]`, gate first.  Returns `q [M, I]` and the scales that `quantize` gives; raises what it does.
+    """
+    check((gate_up.shape[0], gate_up.shape[1] // 2), scheme, dtype)
+    return reference.swiglu_quantize(gate_up, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+
+
+def dequantize(q: jax.Array, scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
+    """`q * scale`, rounded once.  Args: `q [M, K]`, scales as `quantize` gives them."""
+    return reference.dequantize(q, scale, dtype)
+
+
+def quantize_weight(
+    w: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """A weight `[N, K]` for `gemm`: scales `[N]` for rows, `[ceil(N / 128), ceil(K / 128)]` for blocks.
+
+    Raises: ValueError for int8 blocks, which no kernel takes.
+    """
+    check((w.shape[0], BLOCK), scheme, dtype)
+    return reference.quantize_weight(w, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+
+
+def dequantize_weight(q: jax.Array, scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
+    """`q * scale` of a weight `[N, K]` with scales as `quantize_weight` or a checkpoint gives them, rounded once."""
+    return reference.dequantize_weight(q, scale, dtype)
+
+
+def check(shape: tuple[int, ...], scheme: str, dtype) -> None:
+    """Raises ValueError unless numbers of this shape can be quantised so."""
+    if scheme not in ("row", "block"):
+        raise ValueError(f"expected scheme 'row' or 'block', got {scheme!r}")
+    if jnp.dtype(dtype) not in (jnp.float8_e4m3fn, jnp.int8):
+        raise ValueError(f"expected dtype float8_e4m3fn or int8, got {jnp.dtype(dtype)}")
+    if scheme == "block" and jnp.dtype(dtype) == jnp.int8:
+        raise ValueError("expected scheme 'row' for int8, got 'block'")
+    if len(shape) != 2 or (scheme == "block" and shape[1] % BLOCK):
+        raise ValueError(f"expected [M, K]{' with K a multiple of 128' if scheme == 'block' else ''}, got {shape}")
