@@ -8,7 +8,7 @@ PRECISIONS = ("auto", "fp32", "bf16")
 KV_FORMATS = ("auto", "fp32", "bf16")
 ATTENTION_POLICIES = ("auto", "dense")
 WEIGHTS = ("auto", "random")
-DEFAULT_MODEL = "tiny-random"
+DEFAULT_MODEL = "jaxinfer-12m"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class EngineOptions:
     """
 
     model: str | None = None
-    """A Hugging Face folder, a converted folder, or the name of a preset; None: the bundled model."""
+    """A Hugging Face folder, a converted folder, or the name of a bundled model or preset; None: the bundled model."""
     mesh: str = ""
     """Comma-separated axis=size with the axes dp, cp, ep, tp; empty: one device."""
     precision: str = "auto"

@@ -12,13 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import cache_spec
-from jaxinfer.checkpoint import open_checkpoint
-from jaxinfer.checkpoint.constructed import probe_parameters
-from jaxinfer.checkpoint.random import random_parameters
-from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
+from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.configs.presets import PRESET_NAMES, override, preset
-from jaxinfer.configs.probe import PROBE, split_dials
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
@@ -29,7 +24,7 @@ from jaxinfer.model.transformer import parameter_specs
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Rules
-from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
+from jaxinfer.source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +48,7 @@ def build_engine(
     shape = meshes.parse(options.mesh)
     meshes.start_platform(shape)
     _keep_compiled_programs()
-    source = _Source(options)
+    source = ModelSource(options)
     config = source.config
     mesh = meshes.make(shape)
     on_gpu = mesh.devices.flat[0].platform != "cpu"
@@ -86,52 +81,6 @@ def build_engine(
         eos_token_ids=config.eos_token_ids,
         seed=options.seed,
     )
-
-
-class _Source:
-    """Where a model comes from: its configuration, tokenizer and name, and how to load its weights."""
-
-    def __init__(self, options: EngineOptions):
-        model = options.model or DEFAULT_MODEL
-        folder, overrides = Path(model), dict(options.overrides or {})
-        self._options = options
-        self._checkpoint = None
-        self._dials = None
-        if model in PRESET_NAMES and not folder.is_dir():
-            self.name = model
-            if model == PROBE:
-                self._dials, overrides = split_dials(overrides)
-            self.config = preset(model, overrides)
-            self.tokenizer = byte_tokenizer() if model == "tiny-random" else None
-            if options.weights != "random" and model not in ("tiny-random", PROBE):
-                raise ValueError(
-                    f"the preset {model!r} comes without weights: give a folder that has them, or weights='random'"
-                )
-        elif folder.is_dir():
-            self.name = folder.resolve().name
-            self._checkpoint = open_checkpoint(folder)
-            self.config = override(self._checkpoint.config, overrides)
-            if self.config != self._checkpoint.config and options.weights != "random":
-                raise ValueError(f"overrides {overrides} would not fit the weights of {folder}: use weights='random'")
-            self.tokenizer = Tokenizer.load(folder)
-        else:
-            raise FileNotFoundError(
-                f"expected a model folder or one of the presets {', '.join(PRESET_NAMES)}, got {model!r}"
-            )
-        if self.tokenizer is not None and self.tokenizer.vocab_size > self.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer of {model} has {self.tokenizer.vocab_size} tokens, the model only "
-                f"{self.config.vocab_size}"
-            )
-        ends = self.tokenizer.eos_ids if self.tokenizer is not None else ()
-        self.config = replace(self.config, eos_token_ids=tuple(sorted({*self.config.eos_token_ids, *ends})))
-
-    def load(self, specs: Tree, progress: bool) -> Tree:
-        if self._dials is not None and self._options.weights != "random":
-            return probe_parameters(specs, self.config, self._dials, self._options.seed)
-        if self._checkpoint is None or self._options.weights == "random":
-            return random_parameters(specs, self._options.seed)
-        return self._checkpoint.load(specs, progress=progress)
 
 
 def _capacity(

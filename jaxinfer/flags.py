@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxinfer.bundled import BUNDLED_NAMES
 from jaxinfer.configs.engine import ATTENTION_POLICIES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES
 
@@ -39,8 +40,8 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
-        "a Hugging Face folder (config.json and safetensors), a folder written by jaxinfer.convert, or a preset: "
-        + ", ".join(PRESET_NAMES),
+        "a Hugging Face folder (config.json and safetensors), a folder written by jaxinfer.convert, a bundled model "
+        f"({', '.join(BUNDLED_NAMES)}) or a preset ({', '.join(PRESET_NAMES)})",
     )
     flags.DEFINE_string(
         "mesh",

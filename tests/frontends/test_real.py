@@ -1,4 +1,4 @@
-"""The commands with the bundled model, as a user runs them."""
+"""The commands with the smallest built-in model, as a user runs them."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ TEXT = "It was the best of times, it was the worst of times. "
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "jaxinfer.serve", "--port=0", *SMALL]
+    command = [sys.executable, "-m", "jaxinfer.serve", "--model=tiny-random", "--port=0", *SMALL]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

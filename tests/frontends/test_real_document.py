@@ -27,7 +27,7 @@ def metric(base: str, name: str) -> float:
 
 @pytest.fixture
 def server():
-    command = [sys.executable, "-m", "jaxinfer.serve", "--port=0", "--mesh=cp=8", "--max_num_seqs=4"]
+    command = [sys.executable, "-m", "jaxinfer.serve", "--model=tiny-random", "--port=0", "--mesh=cp=8", "--max_num_seqs=4"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
