@@ -35,7 +35,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
                 cell = [part["score"] for part in parts if (part["depth"], part["length"]) == (depth, length)]
                 if cell:
                     scores[i, j] = 100 * sum(cell) / len(cell)
-                    ax.text(j, i, f"{scores[i, j]:.0f}", ha="center", va="center", fontsize=8)
+                    colour = "white" if abs(scores[i, j] - 50) > 35 else "black"
+                    ax.text(j, i, f"{scores[i, j]:.0f}", ha="center", va="center", fontsize=8, color=colour)
         image = ax.imshow(scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
         ax.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
         ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])

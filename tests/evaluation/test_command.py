@@ -53,8 +53,8 @@ def test_wrong_command_lines_are_refused_with_the_reason(tmp_path: Path, argumen
 
 
 def test_a_run_and_its_continuation(tmp_path: Path) -> None:
-    arguments = ["--lengths=512,1k", "--depths=2", "--kv=fp32,bf16", "--max-num-seqs=2", "--answer-tokens=4"]
-    arguments.append(f"--out={tmp_path}")
+    arguments = ["--model=tiny-random", f"--out={tmp_path}", "--lengths=512,1k", "--depths=2", "--kv=fp32,bf16"]
+    arguments += ["--max-num-seqs=2", "--answer-tokens=4"]
     code, text = run("--tasks=passkey,kv,ppl", *arguments)
     assert code == 0, text
     for expected in ("| passkey | 0.0 (2) | 0.0 (2) |", "Bits per byte", "kv=bf16", "kv=fp32", "kv by depth"):
@@ -75,7 +75,8 @@ def test_a_run_and_its_continuation(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_comparisons_and_invariances(tmp_path: Path) -> None:
     checks = "invariance_chunk,invariance_mesh,invariance_batch"
-    arguments = [f"--out={tmp_path}", "--lengths=512", "--depths=1", "--max-num-seqs=4", "--samples=2", "--nopicture"]
+    arguments = ["--model=tiny-random", f"--out={tmp_path}", "--lengths=512", "--depths=1", "--max-num-seqs=4"]
+    arguments += ["--samples=2", "--nopicture"]
     code, text = run(f"--tasks={checks}", "--mesh=cp=2", "--invariance-mesh=cp=1", "--invariance-mesh=cp=4", *arguments)
     assert code == 0 and text.count("| same_answer | 100.0% |") == 5
     code, text = run("--tasks=passkey,kv", "--against=precision=fp32", "--against=mesh=cp=2", *arguments)
