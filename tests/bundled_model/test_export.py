@@ -69,7 +69,9 @@ def test_files(exported):
     assert len(list(folder.iterdir())) == len(set(names.values())) + 5
     tokenizer = Tokenizer.load(folder)
     assert tokenizer is not None and tokenizer.eos_ids == (1, 5)
-    chat = tokenizer.encode_chat([{"role": "user", "content": "text 123"}])
+    chat = tokenizer.encode(
+        tokenizer.apply_chat_template([{"role": "user", "content": "text 123"}]), add_special_tokens=False
+    )
     assert chat[:2] == [0, 2] and chat[-2:] == [5, 3]
     assert tokenizer.encode("text")[0] == 0
 
