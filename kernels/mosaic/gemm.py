@@ -1,0 +1,50 @@
+"""`gemm` for Hopper through Pallas Mosaic GPU: fits the operands to the kernel of `matmul`."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.mosaic.matmul import ALIGNMENT, matmul
+from jaxinfer.kernels.tiles import Device, Problem, Tiles, choose, device
+
+
+def reason_against(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype) -> str | None:
+    """Why the kernel cannot take operands of these shapes and types, None if it can; `w [..., N, K]`."""
+    step = 128 // x.dtype.itemsize
+    if x.shape[0] == 0:
+        return "there are no rows"
+    if x.shape[1] == 0 or x.shape[1] % step:
+        return f"K = {x.shape[1]} is no multiple of {step}"
+    if w.shape[-2] == 0 or w.shape[-2] % 64:
+        return f"N = {w.shape[-2]} is no multiple of 64"
+    if residual is not None and residual.dtype != jnp.dtype(out_dtype):
+        return f"the residual is {residual.dtype}, the output {jnp.dtype(out_dtype)}"
+    return None
+
+
+def gemm(x, w, x_scale, w_scale, *, bias, residual, out_dtype, tiles: Tiles | None, on: Device | None = None):
+    """See `jaxinfer.kernels.gemm.gemm`; `on` is the device whose table and count are used, None for the present one."""
+    rows = x.shape[0]
+    # Swizzled copies want whole tiles of 8 rows; only odd, hence small, batches are padded.
+    pad = -rows % ALIGNMENT
+    operands = {"x": jnp.pad(x, ((0, pad), (0, 0))), "w": w}
+    scheme = None
+    if x_scale is not None:
+        scheme = "row" if x_scale.ndim == 1 else "block"
+        operands["x_scale"] = jnp.pad(x_scale, ((0, 0),) * (x_scale.ndim - 1) + ((0, pad),))
+        operands["w_scale"] = w_scale
+    if bias is not None:
+        operands["bias"] = bias.astype(jnp.float32)
+    if residual is not None:
+        operands["residual"] = jnp.pad(residual, ((0, pad), (0, 0)))
+    problem = Problem(
+        m=rows + pad,
+        n=w.shape[0],
+        k=x.shape[1],
+        dtype=x.dtype,
+        out_dtype=jnp.dtype(out_dtype),
+        scheme=scheme,
+        bias=bias is not None,
+        residual=residual is not None,
+    )
+    on = on or device()
+    return matmul(problem, tiles or choose(problem, on), operands, on.multiprocessors)[:rows]

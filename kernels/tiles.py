@@ -1,0 +1,167 @@
+"""How a matrix product is cut into tiles: a choice measured on the card where there is one, else a model's.
+
+`tiles.json` holds, for each kind of device, its figures and the measured choices; `python -m tests.gpu.check_gemm`
+measures and prints them in that form.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+
+SHARED_MEMORY = 227 * 1024 - 1024
+"""Bytes of shared memory that a kernel's own buffers may take; the compiler adds barriers and alignment."""
+DEFAULT_DEVICE = "NVIDIA H200"
+"""What is assumed where no GPU is present: programs can be lowered without one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of a product on Hopper; a step over K is always 128 bytes.
+
+    Attributes:
+        m: rows of a thread block: 128 (each of the two math warpgroups takes 64 rows) or 64 (each takes half the
+            columns).
+        n: columns of a thread block, a multiple of 64 (m = 128) or 128 (m = 64).
+        stages: steps over K held in shared memory at a time.
+        cluster: thread blocks, of neighbouring columns, that share the loads of their rows: 1 or 2.
+        raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
+    """
+
+    m: int
+    n: int
+    stages: int
+    cluster: int = 1
+    raster: int = 8
+
+    def __post_init__(self):
+        if self.m not in (64, 128) or self.n % (64 if self.m == 128 else 128):
+            raise ValueError(f"expected m = 128 and n % 64 = 0, or m = 64 and n % 128 = 0, got {self}")
+        if self.cluster not in (1, 2) or self.stages < 2 or self.raster < 1:
+            raise ValueError(f"expected cluster 1 or 2, stages >= 2, raster >= 1, got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is static of a product `x [m, k] @ w[n, k].T`: sizes, types, which optional operands there are.
+
+    Attributes:
+        scheme: of the scales, `row` or `block`, or None for unscaled operands.
+        groups: number of experts, None for a dense product.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: jax.numpy.dtype
+    out_dtype: jax.numpy.dtype
+    scheme: str | None = None
+    bias: bool = False
+    residual: bool = False
+    groups: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Numbers of K in a step of 128 bytes."""
+        return 128 // self.dtype.itemsize
+
+    @property
+    def epilogue(self) -> int:
+        """Columns of the output stored at a time: 128 bytes."""
+        return 128 // self.out_dtype.itemsize
+
+    @property
+    def promoted(self) -> bool:
+        """Whether every 128 steps of K get an accumulator of their own (see `mosaic.matmul`)."""
+        return self.dtype == jax.numpy.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A kind of GPU: multiprocessors, 8-bit tensor rate (10^12/s), bandwidths of L2 and memory (10^12 B/s)."""
+
+    multiprocessors: int
+    tera_ops: float
+    l2_terabytes: float
+    memory_terabytes: float
+    measured: list
+
+
+@functools.cache
+def _devices() -> dict[str, Device]:
+    return {
+        kind: Device(**entry) for kind, entry in json.loads(Path(__file__).with_name("tiles.json").read_text()).items()
+    }
+
+
+def device() -> Device:
+    """The GPU in use, an H200 where there is none; one that is not in the table is an H200 with its own count."""
+    if jax.default_backend() != "gpu":
+        return _devices()[DEFAULT_DEVICE]
+    gpu = jax.devices()[0]
+    kind = next((known for known in _devices() if gpu.device_kind == known), DEFAULT_DEVICE)
+    return dataclasses.replace(_devices()[kind], multiprocessors=gpu.core_count)
+
+
+def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory of the buffers of a thread block."""
+    row, block = problem.scheme == "row", problem.scheme == "block"
+    stage = (tiles.m + tiles.n) * 128 + tiles.m * 4 * block
+    stores = (4 if problem.groups is None else 6) * 64 * 128
+    sides = 4 * ((tiles.m + tiles.n) * row + tiles.n * problem.bias)
+    return tiles.stages * stage + stores + sides
+
+
+def candidates(problem: Problem) -> list[Tiles]:
+    """Sensible tiles: as many stages as fit, accumulators that stay in the registers."""
+    widths = {128: (64, 128, 192) if problem.promoted else (64, 128, 192, 256), 64: (128, 256)}
+    found = []
+    for m, sizes in widths.items():
+        for n in sizes:
+            fitting = [
+                tiles
+                for stages in range(2, 9)
+                if shared_memory_bytes(problem, tiles := Tiles(m=m, n=n, stages=stages)) <= SHARED_MEMORY
+            ]
+            found += fitting[-1:]
+    return found
+
+
+def seconds(problem: Problem, tiles: Tiles, on: Device) -> float:
+    """A model of the time: waves of tiles, each bound by arithmetic or L2, and all by memory."""
+    groups = problem.groups or 1
+    row_tiles = (
+        math.ceil(problem.m / tiles.m) if problem.groups is None else problem.m / tiles.m + min(groups, problem.m) / 2
+    )
+    column_tiles = math.ceil(problem.n / tiles.n)
+    waves = math.ceil(row_tiles * column_tiles / on.multiprocessors)
+    rate = on.tera_ops * 1e12 / problem.dtype.itemsize / on.multiprocessors
+    # Adding up accumulators outside the tensor cores is hidden less the narrower the tile is.
+    efficiency = (0.7 if tiles.n < 192 else 0.8) if problem.promoted else 0.85
+    arithmetic = 2 * tiles.m * tiles.n * problem.step / rate / efficiency
+    loads = (tiles.m + tiles.n) * 128 * on.multiprocessors / (on.l2_terabytes * 1e12)
+    steps = problem.k / problem.step
+    work = waves * (steps * max(arithmetic, loads) + 1e-6)
+    moved = problem.dtype.itemsize * problem.k * (problem.m + problem.n * min(groups, problem.m))
+    moved += problem.out_dtype.itemsize * problem.m * problem.n
+    return max(work, moved / (on.memory_terabytes * 1e12))
+
+
+def choose(problem: Problem, on: Device) -> Tiles:
+    """The measured tiles of the table for the next number of rows not below, else the model's best."""
+    kind = {
+        "dtype": problem.dtype.name,
+        "scheme": problem.scheme,
+        "groups": problem.groups,
+        "n": problem.n,
+        "k": problem.k,
+    }
+    fitting = [entry for entry in on.measured if kind.items() <= entry.items() and problem.m <= entry["m"]]
+    for entry in sorted(fitting, key=lambda entry: entry["m"]):
+        tiles = Tiles(**entry["tiles"])
+        if shared_memory_bytes(problem, tiles) <= SHARED_MEMORY:
+            return tiles
+    return min(candidates(problem), key=lambda tiles: seconds(problem, tiles, on))
