@@ -33,7 +33,6 @@ def server():
     line = process.stdout.readline()
     address = re.search(r"http://[\d.]+:\d+", line)
     assert address, f"expected the address in {line!r}"
-    threading.Thread(target=process.stdout.read, daemon=True).start()
     for _ in range(READY_SECONDS):
         if httpx.get(f"{address[0]}/ready", timeout=60).status_code == 200:
             break
@@ -41,6 +40,7 @@ def server():
     yield address[0]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 0
+    process.stdout.close()
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_book_while_short_requests_come(server: str):
         time.sleep(0.2)
     steps: list[float] = []
     while reader.is_alive():
-        # The step under way when the request comes does not know it: its prompt is in the next one.
+        # The step under way when the request comes does not know it; its first token is the next one's.
         before = metric(server, "jaxinfer_steps")
         body = {"model": "tiny-random", "prompt": f"Short request {len(steps)}", "max_tokens": 1, "temperature": 0}
         response = httpx.post(f"{server}/v1/completions", json=body, timeout=600)
