@@ -1,7 +1,7 @@
 """An n-gram model over tokens, with modified Kneser-Ney smoothing (Chen and Goodman 1998, section 3), in sorted arrays.
 
-The tokens before a gram's last are its context; a gram of k tokens is known by its rank among all seen grams of k tokens.
-So the key of a longer gram is (rank of its first k tokens, last token), which fits 64 bits at any order.
+The tokens before a gram's last are its context; a gram of k tokens is known by its rank among all seen grams of k
+tokens.  So the key of a longer gram is (rank of its first k tokens, last token), which fits 64 bits at any order.
 """
 
 from typing import NamedTuple

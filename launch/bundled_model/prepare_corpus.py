@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from launch.bundled_model.sources import SOURCES, Source
 
@@ -100,6 +100,10 @@ def train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    # Not only in tokenizer_config.json: transformers takes it from here.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL[0]} $A", pair=f"{SPECIAL[0]} $A $B", special_tokens=[(SPECIAL[0], 0)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[AddedToken(name, special=True, normalized=False) for name in SPECIAL],
