@@ -1,13 +1,19 @@
 """Absorbed attention of one query per sequence over the paged latent cache."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.reference import mla_decode as reference
 
 
 def mla_decode(
-    q: jax.Array, cache: jax.Array, layer: jax.Array, page_table: jax.Array, lengths: jax.Array, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
+    q: Float[Array, "B H latent"],
+    cache: Float[Array, "layers pages page_size latent"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B N"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B H latent"], Float[Array, "B H"]]:
     """Multi-head latent attention with the key expansion absorbed in the query (arXiv 2405.04434, section 2.1.2).
 
     Args:

@@ -1,13 +1,19 @@
 """Attention of a chunk of queries over one block of latent keys, heads expanded."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.reference import mla_prefill as reference
 
 
 def mla_prefill(
-    q: jax.Array, latents: jax.Array, k_b: jax.Array, v_b: jax.Array, key_limit: jax.Array, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
+    q: Float[Array, "T H qk"],
+    latents: Float[Array, "S latent"],
+    k_b: Float[Array, "H nope kv_rank"],
+    v_b: Float[Array, "H v kv_rank"],
+    key_limit: Int[Array, " T"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1) with keys and values expanded from the latents.
 
     Args:

@@ -1,11 +1,17 @@
 """The routed experts that one device holds."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels.reference import moe as reference
 
 
-def moe_experts(x: jax.Array, experts: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def moe_experts(
+    x: Float[Array, "T d"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    gate_up: Float[Array, "E 2 I d"],
+    down: Float[Array, "E d I"],
+) -> Float[Array, "T d"]:
     """Weighted sum of SwiGLU experts over the tokens routed to them; no token is ever dropped.
 
     Args:

@@ -1,10 +1,12 @@
 """Rotary position embedding from tables."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(
+    x: Float[Array, "*rows pairs*2"], cos: Float[Array, "*#rows pairs"], sin: Float[Array, "*#rows pairs"]
+) -> Float[Array, "*rows pairs*2"]:
     """Rotates the pairs `(x[2i], x[2i+1])` of the last dimension (arXiv 2104.09864, interleaved as DeepSeek stores it).
 
     Args: `x [..., 2n]`; `cos`, `sin` float32, broadcastable to `[..., n]`.  Computed in float32, returned in the type

@@ -235,11 +235,14 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
 
             def block(accumulator):
                 wgmma(accumulator, slot)
-                return accumulator[...]
+                x_scale = None
+                if problem.scheme == "block":
+                    # While the tensor cores work.  The commit orders this read before the next copy into the stage.
+                    x_scale = plgpu.load(scratch["x_scale"].at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+                    plgpu.commit_smem()
+                return accumulator[...], x_scale
 
-            if problem.scheme == "block":
-                x_scale = plgpu.load(scratch["x_scale"].at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-            product = pl.run_scoped(block, plgpu.ACC(shape, jnp.float32))
+            product, x_scale = pl.run_scoped(block, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_arrive(scratch["empty"].at[slot])
             pieces = [product[:, i * part : (i + 1) * part] for i in range(parts)]
             if problem.scheme == "block":
@@ -302,6 +305,7 @@ def _finish(problem, scratch, pieces, rows, first_column, part):
         pieces = [piece * x_scale * of_columns("w_scale", i) for i, piece in enumerate(pieces)]
     if problem.bias:
         pieces = [piece + of_columns("bias", i) for i, piece in enumerate(pieces)]
+    plgpu.commit_smem()
     plgpu.barrier_arrive(scratch["side_empty"])
     return pieces
 
@@ -321,8 +325,8 @@ def _store(problem, operands, out, scratch, pieces, tile, warpgroup, first_row, 
         for number, (offset, values) in enumerate(chunks()):
             slot = scratch["out"].at[warpgroup, number % 2]
             target = (rows, pl.ds(tile.column + first_column + offset, width))
-            # The copy that used this slot before has read it.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # The copy that used this slot before has read it (of the tile before, it may be the last one).
+            plgpu.wait_smem_to_gmem(min(number, 1), wait_read_only=True)
             if problem.residual:
                 full = scratch["residual_full"].at[warpgroup]
                 plgpu.copy_gmem_to_smem(operands["residual"].at[target], slot, full)
