@@ -5,8 +5,8 @@ from jaxtyping import Array, Float
 
 
 def apply_rope(
-    x: Float[Array, "*rows pairs*2"], cos: Float[Array, "*#rows pairs"], sin: Float[Array, "*#rows pairs"]
-) -> Float[Array, "*rows pairs*2"]:
+    x: Float[Array, "*rows dim"], cos: Float[Array, "*#rows pairs"], sin: Float[Array, "*#rows pairs"]
+) -> Float[Array, "*rows dim"]:
     """Rotates the pairs `(x[2i], x[2i+1])` of the last dimension (arXiv 2104.09864, interleaved as DeepSeek stores it).
 
     Args: `x [..., 2n]`; `cos`, `sin` float32, broadcastable to `[..., n]`.  Computed in float32, returned in the type
