@@ -45,7 +45,7 @@ def quantize(x, *, scheme, dtype, power_of_two):
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=1), AMAX_FLOOR)
         scale = scale_of(amax, dtype, power_of_two)
         return cast(x / scale[:, None], dtype), scale
-    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=2), AMAX_FLOOR)
     scale = scale_of(amax, dtype, power_of_two)
     return cast(blocks / scale[..., None], dtype).reshape(x.shape), scale.T
@@ -69,7 +69,8 @@ def dequantize(q, scale, dtype):
     q = q.astype(jnp.float32)
     if scale.ndim == 1:
         return (q * scale[:, None]).astype(dtype)
-    return (q.reshape(q.shape[0], -1, BLOCK) * scale.T[..., None]).reshape(q.shape).astype(dtype)
+    blocks = q.reshape(q.shape[0], q.shape[1] // BLOCK, BLOCK)
+    return (blocks * scale.T[..., None]).reshape(q.shape).astype(dtype)
 
 
 def quantize_weight(w, *, scheme, dtype, power_of_two):
