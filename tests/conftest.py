@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import jax
 import pytest
 
@@ -15,6 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports jaxinfer or starts a backend.
     tests.typechecker.install()
+    # How long an example takes says how busy the machine is, and nothing of the code.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
     if config.getoption("--gpu"):
         return
     jax.config.update("jax_platforms", "cpu")
