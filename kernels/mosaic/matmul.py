@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.kernels.tiles import Problem, Tiles
+from jaxinfer.kernels.tiles import SHARED_MEMORY, Problem, Tiles, shared_memory_bytes
 
 BLOCK = 128
 _WARPGROUP_ROWS = 64
@@ -40,6 +40,8 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             with groups in front), `bias [N]` float32, `residual [M, N]` of the type of the output, and for groups
             `schedule` and `row_tiles` (see `grouped_gemm.schedule`).  M is a multiple of 8, N of 64.
     """
+    if (size := shared_memory_bytes(problem, tiles)) > SHARED_MEMORY:
+        raise ValueError(f"expected tiles of at most {SHARED_MEMORY} bytes of shared memory, {tiles} take {size}")
     scratch = {
         "x": plgpu.SMEM((tiles.stages, tiles.m, problem.step), problem.dtype, transforms=_transforms(problem.dtype)),
         "w": plgpu.SMEM((tiles.stages, tiles.n, problem.step), problem.dtype, transforms=_transforms(problem.dtype)),

@@ -26,16 +26,25 @@ import torch  # pyright: ignore[reportMissingImports]
 
 from jaxinfer.kernels.gemm import gemm
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
-from jaxinfer.kernels.quantize import quantize, quantize_weight
+from jaxinfer.kernels.quantize import quantize, rms_norm_quantize, swiglu_quantize
 from jaxinfer.kernels.tiles import Tiles
+from tests.gpu.products import (
+    FORMS,
+    ROTATED,
+    data,
+    operands,
+    random_bits,
+    random_operands,
+    seconds_jax,
+    seconds_torch,
+    shapes_of,
+    wide,
+)
 from tests.oracles import FIXTURES
 
-E4M3 = jnp.float8_e4m3fn
-FORMS = {"row": (E4M3, "row"), "block": (E4M3, "block"), "int8": (jnp.int8, "row"), "bf16": (jnp.bfloat16, None)}
 NORM_BOUND, BIAS_BOUND = 3e-3, 1e-3
 SECONDS, HANG_SECONDS = 190.0, 40.0
-ROTATED, CALLS, SAMPLES = 4, 4, 9
-L2_BYTES = 60e6
+QUANTIZED_ROWS = 32768
 
 # DeepGEMM on an H200, TFLOP/s: docs of the project's design, measured 2026-11-29.
 DENSE = {
@@ -53,8 +62,8 @@ GROUPED = {
     (32, 8192, 4096, 7168): 963,
     (32, 1024, 4096, 7168): None,
 }
-WIDE, WIDE_5 = Tiles(m=128, n=192, stages=4), Tiles(m=128, n=192, stages=4, raster=16)
-NARROW, PAIRED = Tiles(m=128, n=128, stages=6), Tiles(m=128, n=192, stages=4, cluster=2)
+WIDE, WIDE_16 = Tiles(m=128, n=192, stages=4), Tiles(m=128, n=192, stages=4, raster=16)
+NARROW, PAIRED = Tiles(m=128, n=128, stages=5), Tiles(m=128, n=192, stages=4, cluster=2)
 EXACT, EXACT_192 = Tiles(m=128, n=256, stages=4), Tiles(m=128, n=192, stages=4)
 SMALL = [Tiles(m=64, n=128, stages=7), Tiles(m=64, n=256, stages=4), Tiles(m=128, n=64, stages=7)]
 
@@ -90,57 +99,6 @@ def guarded(name: str, function: Callable[[], Any]) -> Any:
         broken.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         say(f"FAILED {name}\n{traceback.format_exc()[-1500:]}")
         return None
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-def data(kind: str, shape: tuple[int, ...], seed: int) -> jax.Array:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    if kind == "positive":
-        values = torch.rand(shape, device="cuda", generator=generator) * 0.9 + 0.1
-    else:
-        values = torch.randn(shape, device="cuda", generator=generator)
-        values = values * values.abs() ** 3 if kind == "heavy" else values
-    torch.cuda.synchronize()
-    return jax.dlpack.from_dlpack(values)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def prepare(form: str, x: jax.Array, w: jax.Array) -> tuple:
-    """Float32 `x [m, k]` and `w [..., n, k]` as operands of a product."""
-    dtype, scheme = FORMS[form]
-    if scheme is None:
-        return x.astype(dtype), w.astype(dtype), None, None
-    x, x_scale = quantize(x, scheme=scheme, dtype=dtype)
-    of_weight = functools.partial(quantize_weight, scheme=scheme, dtype=dtype)
-    w, w_scale = of_weight(w) if w.ndim == 2 else jax.vmap(of_weight)(w)
-    return x, w, x_scale, w_scale
-
-
-def operands(form: str, kind: str, m: int, n: int, k: int, groups: int | None = None) -> tuple:
-    front = () if groups is None else (groups,)
-    return prepare(form, data(kind, (m, k), m + k), data(kind, (*front, n, k), n + k))
-
-
-def shapes_of(form: str, m: int, n: int, k: int, groups: int | None = None) -> tuple:
-    front = () if groups is None else (groups,)
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((m, k), (*front, n, k)))
-    return jax.eval_shape(functools.partial(prepare, form), x, w)
-
-
-def wide(q: jax.Array, scale: jax.Array | None, weight: bool) -> torch.Tensor:
-    """The dequantised operand in float64, on the GPU."""
-    if scale is None:
-        return torch.from_dlpack(q).double()
-    values = torch.from_dlpack(q.astype(jnp.float32)).double()
-    scales = torch.from_dlpack(scale).double()
-    if scales.ndim == 1:
-        return values * scales[:, None]
-    if weight:
-        spread = scales.repeat_interleave(128, 0)[: values.shape[0]]
-        return values * spread.repeat_interleave(128, 1)
-    return values * scales.T.repeat_interleave(128, 1)
 
 
 def compare(name: str, y: jax.Array, reference: torch.Tensor) -> None:
@@ -205,67 +163,6 @@ def check_quantize() -> None:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def random_bits(form: str, *shape: int) -> jax.Array:
-    """Numbers of a normal distribution in the type of a form, made by torch: nothing to compile."""
-    values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    if form == "int8":
-        values = (values * 30).clamp(-127, 127).to(torch.int8)
-    elif form != "bf16":
-        values = values.to(torch.float8_e4m3fn).view(torch.int8)
-    torch.cuda.synchronize()
-    values = jax.dlpack.from_dlpack(values)
-    return values if form in ("int8", "bf16") else jax.lax.bitcast_convert_type(values, E4M3)
-
-
-@functools.lru_cache(maxsize=1)
-def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> list[tuple]:
-    """Several sets of operands for timing; a weight that fills the L2 is shared by all."""
-    front = () if groups is None else (groups,)
-    w, found = None, []
-    for _ in range(ROTATED):
-        if w is None or w.nbytes < L2_BYTES:
-            w = random_bits(form, *front, n, k)
-        scales = [
-            None if shape is None else jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, shape.shape), jnp.float32)
-            for shape in shapes_of(form, m, n, k, groups)[2:]
-        ]
-        found.append((random_bits(form, m, k), w, *scales))
-    torch.cuda.empty_cache()
-    if groups is None:
-        return found
-    rng = np.random.default_rng(0)
-    sizes = jnp.asarray(rng.multinomial(m, rng.dirichlet(np.full(groups, 50.0))), jnp.int32)
-    return [(x, w, sizes, *scales) for x, w, *scales in found]
-
-
-def seconds_jax(function: Callable, sets: list[tuple]) -> float:
-    """Median seconds of a call: samples of `CALLS` programs of one call for every set of operands."""
-    jax.block_until_ready(function(*sets))
-    samples = []
-    for _ in range(SAMPLES):
-        begin = time.perf_counter()
-        outs = [function(*sets) for _ in range(CALLS)]
-        jax.block_until_ready(outs)
-        samples.append((time.perf_counter() - begin) / (CALLS * len(sets)))
-    return float(np.median(samples))
-
-
-def seconds_torch(function: Callable, sets: list[tuple]) -> float:
-    for arguments in sets:
-        function(*arguments)
-    samples = []
-    for _ in range(SAMPLES):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(CALLS):
-            for arguments in sets:
-                function(*arguments)
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / (CALLS * len(sets)))
-    return float(np.median(samples))
-
-
 @dataclasses.dataclass
 class Timing:
     form: str
@@ -310,7 +207,7 @@ def timings() -> list[Timing]:
                 add(form, shape, None, *SMALL)
             else:
                 thorough = shape in ((8192, 7168, 2048), (8192, 4096, 7168))
-                add(form, shape, None, WIDE, NARROW, *((WIDE_5,) if thorough else ()))
+                add(form, shape, None, WIDE, NARROW, *((WIDE_16,) if thorough else ()))
         add("int8", shape, None, *((EXACT, EXACT_192) if shape[0] != 128 else SMALL[:1]))
     for (groups, *shape), _ in GROUPED.items():
         few = shape[0] // groups <= 64
@@ -332,6 +229,14 @@ def time_one(timing: Timing) -> None:
     table.setdefault(timing.key, {})[timing.name] = seconds
     flops = 2 * timing.m * timing.n * timing.k
     say(f"{timing.key} {timing.name}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
+
+
+def time_quantize(name: str, compiled: Future, columns: int, out_columns: int) -> None:
+    x = random_bits("bf16", QUANTIZED_ROWS, columns)
+    seconds = seconds_jax(compiled.result(), [x])
+    bandwidth = QUANTIZED_ROWS * (2 * columns + out_columns) / seconds / 1e12
+    report.append(f"    {name} {QUANTIZED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s")
+    say(report[-1])
 
 
 def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> None:
@@ -453,6 +358,19 @@ def main() -> int:
         job = functools.partial(check_dense, "block", 257, 512, 18432, compiled, ("normal", "positive"), False)
         risky.append(("cluster", job))
 
+    def quantisation() -> None:
+        weight = jnp.ones(7168, jnp.bfloat16)
+        for form, (dtype, scheme) in list(FORMS.items())[:3]:
+            kind = {"scheme": scheme, "dtype": dtype}
+            for name, function, columns, out_columns in (
+                ("quantize", functools.partial(quantize, **kind), 7168, 7168),
+                ("rms_norm_quantize", lambda x, kind=kind: rms_norm_quantize(x, weight, 1e-6, **kind), 7168, 7168),
+                ("swiglu_quantize", functools.partial(swiglu_quantize, **kind), 4096, 2048),
+            ):
+                compiled = compile_later(function, jax.ShapeDtypeStruct((QUANTIZED_ROWS, columns), jnp.bfloat16))
+                name = f"{name} {form}"
+                jobs.append((name, functools.partial(time_quantize, name, compiled, columns, out_columns)))
+
     def run_jobs() -> None:
         for name, job in jobs:
             guarded(name, job)
@@ -462,6 +380,7 @@ def main() -> int:
         guarded("lowering of the checks", correctness)
         run_jobs()
     if arguments.only != "correctness":
+        guarded("lowering of quantisation", quantisation)
         wanted = timings()
 
         def lower(timing: Timing) -> None:

@@ -1,6 +1,7 @@
 """Operands of matrix products for tests, and the float64 answer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from jaxinfer.kernels import tiles
-from jaxinfer.kernels.quantize import dequantize, dequantize_weight, quantize, quantize_weight
+from jaxinfer.kernels.quantize import quantize, quantize_weight
 
 E4M3 = jnp.float8_e4m3fn
 FORMS = {
@@ -25,6 +26,14 @@ TWO_PROCESSORS = dataclasses.replace(tiles.device(), multiprocessors=2)
 """A small device for the interpreter, so that each thread block has several tiles."""
 
 
+_quantize = jax.jit(quantize, static_argnames=("scheme", "dtype"))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize_weights(w, scheme, dtype):
+    return jax.vmap(functools.partial(quantize_weight, scheme=scheme, dtype=dtype))(w)
+
+
 def operands(form: str, m: int, n: int, k: int, groups: int | None = None) -> tuple:
     """`x, w, x_scale, w_scale` of random numbers, rows and channels of different sizes."""
     rng = np.random.default_rng(m + n + k)
@@ -35,9 +44,8 @@ def operands(form: str, m: int, n: int, k: int, groups: int | None = None) -> tu
         x_scale, w_scale = None, None
         x, w = x.astype(dtype), weights.astype(dtype)
     else:
-        x, x_scale = quantize(x, scheme=scheme, dtype=dtype)
-        pairs = [quantize_weight(w, scheme=scheme, dtype=dtype) for w in weights]
-        w, w_scale = jnp.stack([q for q, _ in pairs]), jnp.stack([scale for _, scale in pairs])
+        x, x_scale = _quantize(x, scheme=scheme, dtype=dtype)
+        w, w_scale = _quantize_weights(weights, scheme, dtype)
     if groups is None:
         w, w_scale = w[0], None if w_scale is None else w_scale[0]
     return x, w, x_scale, w_scale
@@ -45,9 +53,19 @@ def operands(form: str, m: int, n: int, k: int, groups: int | None = None) -> tu
 
 def expected(x, w, x_scale, w_scale) -> np.ndarray:
     """`x @ w.T` of the dequantised operands in float64."""
-    x = x.astype(jnp.float32) if x_scale is None else dequantize(x, x_scale, jnp.float32)
-    w = w.astype(jnp.float32) if w_scale is None else dequantize_weight(w, w_scale, jnp.float32)
-    return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    return _wide(x, x_scale, 1) @ _wide(w, w_scale, 128).T
+
+
+def _wide(q, scale, block_rows: int) -> np.ndarray:
+    """The float64 numbers of a quantised array, its blocks `block_rows` rows high."""
+    values = np.asarray(q.astype(jnp.float32), np.float64)
+    if scale is None:
+        return values
+    scale = np.asarray(scale, np.float64)
+    if scale.ndim == 1:
+        return values * scale[:, None]
+    scale = scale.T if block_rows == 1 else np.repeat(scale, block_rows, 0)[: len(values)]
+    return values * np.repeat(scale, 128, 1)
 
 
 def error(y, reference: np.ndarray) -> float:
