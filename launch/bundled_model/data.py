@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.bundled_model import tasks
+from launch.bundled_model import counting, needles, tasks
 from launch.bundled_model.vocabulary import BOS, EOS, Vocabulary, tokenise
 
 PARTS = ("prose", "docs", "code")
-SOURCES = (*PARTS, "copy", "kv", "needle", "vt")
+SOURCES = (*PARTS, "copy", "kv", "needle", "paraphrase", "vt", "count")
 SHARES = {
-    2048: (0.27, 0.20, 0.13, 0.13, 0.15, 0.10, 0.02),
-    8192: (0.23, 0.17, 0.10, 0.05, 0.20, 0.21, 0.04),
-    32768: (0.18, 0.13, 0.09, 0.05, 0.20, 0.30, 0.05),
+    2048: (0.30, 0.20, 0.12, 0.06, 0.08, 0.08, 0.08, 0.04, 0.04),
+    8192: (0.24, 0.17, 0.09, 0.03, 0.11, 0.12, 0.12, 0.06, 0.06),
+    32768: (0.20, 0.14, 0.08, 0.02, 0.12, 0.16, 0.15, 0.07, 0.06),
 }
 """Share of the sequences of a batch that each of SOURCES has, by sequence length; a shorter length takes the first."""
 MAX_POSITION = 131072
@@ -104,14 +104,19 @@ def make_sequence(
     else:
         text = corpus.streams[PARTS[rng.choice(3, p=(0.6, 0.3, 0.1))]]
         vocabulary = corpus.vocabulary
-        if source == "copy":
-            sample = tasks.repeat_copy(rng, tokens, vocabulary, text)
-        elif source == "kv":
-            sample = tasks.key_values(rng, tokens, vocabulary, text)
-        elif source == "needle":
-            sample = tasks.needles(rng, tokens, vocabulary, text, corpus.held_out and rng.random() < 0.3)
-        else:
-            sample = tasks.variable_tracking(rng, tokens, vocabulary, text)
+        match source:
+            case "copy":
+                sample = tasks.repeat_copy(rng, tokens, vocabulary, text)
+            case "kv":
+                sample = tasks.key_values(rng, tokens, vocabulary, text)
+            case "needle":
+                sample = needles.needles(rng, tokens, vocabulary, text)
+            case "paraphrase":
+                sample = needles.paraphrases(rng, tokens, vocabulary, text, corpus.held_out)
+            case "vt":
+                sample = counting.variable_tracking(rng, tokens, vocabulary, text)
+            case _:
+                sample = counting.word_counts(rng, tokens, vocabulary, text)
     return sample.tokens, sample.answer, skipping_positions(rng, tokens, sample.cuts)
 
 

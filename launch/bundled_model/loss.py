@@ -10,7 +10,7 @@ from jaxinfer.configs.model import ModelConfig
 from launch.bundled_model import model
 from launch.bundled_model.data import SOURCES
 
-SOURCE_WEIGHTS = (0.35, 0.20, 0.12, 0.08, 0.12, 0.10, 0.03)
+SOURCE_WEIGHTS = (0.35, 0.20, 0.12, 0.05, 0.08, 0.08, 0.07, 0.03, 0.02)
 """What the mean cross-entropy of each of SOURCES counts in the loss.
 
 By source, not by token: a sequence of a task has few answers, and the longer it is the smaller is their share.

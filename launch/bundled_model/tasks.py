@@ -1,16 +1,15 @@
-"""Generated retrieval tasks as token sequences with a mask on the answers.  No jax here: worker processes run it.
+"""Generated tasks as token sequences with a mask on the answers: copies and lists of keys.  No jax here.
 
 Every function takes a random generator, the number of tokens wanted and the vocabulary, and returns a `Sample` of
 exactly that many tokens, which begins with bos.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from launch.bundled_model.vocabulary import ASSISTANT, BOS, END, USER, Ids, Vocabulary
-from launch.bundled_model.wordings import HELD_OUT, LISTS, NOISE, PASSKEY, RULER, WORDINGS, Wording
+from launch.bundled_model.vocabulary import BOS, Ids, Vocabulary
+from launch.bundled_model.wordings import LISTS, NOISE
 
 ABSENT_SHARE = 0.05
 """Of the questions about a list: those about a key that is not in it; the answer is "none"."""
@@ -175,148 +174,11 @@ def _values(rng: np.random.Generator, count: int, digits: int, vocabulary: Vocab
     return np.concatenate((np.full((count, 1), space), drawn), axis=1).tolist()
 
 
-def needles(
-    rng: np.random.Generator, tokens: int, vocabulary: Vocabulary, text: np.ndarray, held_out: bool = False
-) -> Sample:
-    """Facts hidden in text, and questions about them (RULER, arXiv 2404.06654, and other wordings)."""
-    chat = rng.random() < 0.3
-    draw = rng.random()
-    if held_out:
-        wording = HELD_OUT[rng.integers(len(HELD_OUT))]
-    elif draw < 0.5:
-        wording = RULER[rng.integers(len(RULER))]
-    elif draw < 0.65:
-        wording = PASSKEY
-    else:
-        wording = WORDINGS[rng.integers(len(WORDINGS))]
-    if "{key}" not in wording.fact:
-        queries, per_key, at_once = 1, 1, 1
-    else:
-        queries = int(min(max(tokens // 96, 8), 160) * rng.uniform(0.3, 1))
-        per_key = int(rng.integers(2, 5)) if wording.many_fact and rng.random() < 0.25 else 1
-        at_once = int(rng.integers(2, 5)) if wording.several and per_key == 1 and rng.random() < 0.25 else 1
-    extra = 0 if "{key}" not in wording.fact else int(queries * rng.uniform(0, 1))
-    keys = _names(rng, queries * at_once + extra, vocabulary)
-    kind = rng.choice(3, p=(0.8, 0.1, 0.1)) if wording.any_value else 0
-    values = [[_value(rng, int(kind), vocabulary) for _ in range(per_key)] for _ in keys]
-    questions = [list(range(i * at_once, (i + 1) * at_once)) for i in range(queries)]
-
-    facts = [(key, value) for key in range(len(keys)) for value in values[key]]
-    encoded = {i: vocabulary.ids(" " + wording.state(keys[key], value)) for i, (key, value) in enumerate(facts)}
-    asked = [_question(wording, [keys[k] for k in group], [values[k] for k in group], chat) for group in questions]
-    overhead = sum(map(len, encoded.values())) + sum(
-        len(vocabulary.ids(q)) + len(vocabulary.ids(p)) + sum(len(vocabulary.ids(v)) for v in a) + 6
-        for q, p, a in asked
-    )
-    intro = vocabulary.ids(wording.intro + "\n") if wording.intro and rng.random() < 0.7 else ()
-    room = tokens - overhead - len(intro) - 8
-    if room < tokens // 8:
-        return needles(rng, tokens, vocabulary, text, held_out)
-    hay = _haystack(rng, room, vocabulary, text)
-    ends = np.flatnonzero(vocabulary.ends_sentence[hay]) + 1
-    ends = ends if len(ends) else np.array([len(hay)])
-
-    places = rng.uniform(0, len(hay), len(facts))
-    events = [(place, 0, i) for i, place in enumerate(places.tolist())]
-    first_fact = {key: [i for i, (owner, _) in enumerate(facts) if owner == key] for key in range(len(keys))}
-    for number, group in enumerate(questions):
-        after = max(places[i] for key in group for i in first_fact[key])
-        time = float(len(hay))
-        if not chat and len(questions) > 1 and rng.random() < 0.5:
-            # Some way behind the fact, log-uniform.
-            time = after + np.exp(rng.uniform(np.log(8), np.log(len(hay))))
-        events.append((min(time, float(len(hay))), 1, number))
-    order = rng.permutation(len(events))
-    events = sorted((events[i] for i in order), key=lambda event: (_snap(event[0], ends, len(hay)), event[1]))
-
-    # Facts of one key are asked for in the order in which they stand.
-    stand = {i: rank for rank, (_, what, i) in enumerate(events) if what == 0}
-    draft = Draft(tokens)
-    draft.add((USER,) if chat else ())
-    draft.add(intro)
-    at, open_turn = 0, chat
-    for place, what, i in events:
-        place = _snap(place, ends, len(hay))
-        if place > at:
-            draft.cut()
-            draft.add(hay[at:place].tolist())
-            draft.cut()
-            at = place
-        if what == 0:
-            draft.add(encoded[i])
-            continue
-        group = questions[i]
-        ordered = [[facts[f][1] for f in sorted(first_fact[key], key=stand.__getitem__)] for key in group]
-        question, prefix, answers = _question(wording, [keys[key] for key in group], ordered, chat)
-        if chat:
-            draft.add(vocabulary.ids("\n") if open_turn else (USER,))
-            draft.add((*vocabulary.ids(question), END, ASSISTANT))
-            draft.add_answer((*vocabulary.ids(prefix), *(t for a in answers for t in vocabulary.ids(a)), END))
-            open_turn = False
-        else:
-            draft.add((*vocabulary.ids("\n" + question), *vocabulary.ids(" " + prefix)))
-            draft.add_answer([t for answer in answers for t in vocabulary.ids(answer)])
-            draft.add(vocabulary.ids("\n"))
-    if at < len(hay):
-        draft.add(hay[at:].tolist())
-    return draft.finish(text)
-
-
-def _snap(place: float, ends: np.ndarray, size: int) -> int:
-    """The next end of a sentence."""
-    if place >= size:
-        return size
-    at = int(np.searchsorted(ends, place))
-    return int(ends[at]) if at < len(ends) else size
-
-
-def _question(wording: Wording, keys: list[str], values: list[list[str]], chat: bool) -> tuple[str, str, list[str]]:
-    """The question, the beginning of the answer, and the pieces of the rest."""
-    del chat
-    if len(keys) > 1:
-        names = ", ".join(keys[:-1]) + ", and " + keys[-1]
-        flat = [value for group in values for value in group]
-        return wording.several[0].format(key=names), wording.several[1].format(key=names), _listed(flat)
-    if len(values[0]) > 1:
-        question, prefix = wording.many
-        return question.format(key=keys[0]), prefix.format(key=keys[0]), _listed(values[0])
-    return wording.question.format(key=keys[0]), wording.prefix.format(key=keys[0]), [" " + values[0][0], "."]
-
-
-def _listed(values: list[str]) -> list[str]:
-    pieces = [" " + values[0]]
-    for value in values[1:-1]:
-        pieces += [",", " " + value]
-    return [*pieces, ",", " and", " " + values[-1], "."]
-
-
-def _names(rng: np.random.Generator, count: int, vocabulary: Vocabulary) -> list[str]:
-    """Different names "adjective-noun"; in a third of the samples many share the adjective or the noun."""
-    pool_a = list(rng.choice(vocabulary.adjectives, 400))
-    pool_n = list(rng.choice(vocabulary.nouns, 400))
-    draw = rng.random()
-    if draw < 0.17:
-        pool_a = pool_a[: max(2, count // 8)]
-    elif draw < 0.33:
-        pool_n = pool_n[: max(2, count // 8)]
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[f"{pool_a[rng.integers(len(pool_a))]}-{pool_n[rng.integers(len(pool_n))]}"] = None
-    return list(found)
-
-
-def _value(rng: np.random.Generator, kind: int, vocabulary: Vocabulary) -> str:
-    if kind == 0:
-        digits = int(rng.integers(5, 8))
-        return str(rng.integers(10 ** (digits - 1), 10**digits))
-    if kind == 1:
-        return f"{rng.choice(vocabulary.adjectives)}-{rng.choice(vocabulary.nouns)}"
-    number = rng.bytes(16).hex()
-    return "-".join((number[:8], number[8:12], number[12:16], number[16:20], number[20:]))
-
-
-def _haystack(rng: np.random.Generator, size: int, vocabulary: Vocabulary, text: np.ndarray) -> np.ndarray:
-    if rng.random() < 0.2:
+def haystack(
+    rng: np.random.Generator, size: int, vocabulary: Vocabulary, text: np.ndarray, noise_share: float
+) -> np.ndarray:
+    """`size` tokens to hide facts in, uint16: natural text or, in `noise_share` of cases, the repeated sentences."""
+    if rng.random() < noise_share:
         noise = np.array(vocabulary.ids(NOISE), np.uint16)
         return np.tile(noise, -(-size // len(noise)))[:size]
     start = rng.integers(len(text) - size)
@@ -325,53 +187,9 @@ def _haystack(rng: np.random.Generator, size: int, vocabulary: Vocabulary, text:
     return hay
 
 
-def variable_tracking(rng: np.random.Generator, tokens: int, vocabulary: Vocabulary, text: np.ndarray) -> Sample:
-    """RULER's chains of assignments, several in a sequence: "VAR X = 12345", "VAR Y = VAR X"; who holds 12345?"""
-    count = int(min(max(tokens // 256, 2), 48) * rng.uniform(0.5, 1))
-    names = _letters(rng, count * 5)
-    chains = [names[5 * i : 5 * i + int(rng.integers(2, 6))] for i in range(count)]
-    values = [str(rng.integers(10000, 100000)) for _ in chains]
-    statements, questions = [], []
-    for chain, value in zip(chains, values, strict=True):
-        texts = [f" VAR {chain[0]} = {value}"]
-        texts += [f" VAR {new} = VAR {old}" for old, new in pairwise(chain)]
-        statements.append([vocabulary.ids(text) + vocabulary.ids(" .\n") for text in texts])
-        ask = f"Question: Find all variables that are assigned the value {value} in the text above."
-        begin = "Answer: According to the chain(s) of variable assignment in the text above, "
-        begin += f"{len(chain)} variables are assigned the value {value}, they are:"
-        answer = [token for name in chain for token in vocabulary.ids(" " + name)] + list(vocabulary.ids("\n"))
-        questions.append((vocabulary.ids("\n" + ask + "\n" + begin), answer))
-    intro = "Memorize and track the chain(s) of variable assignment hidden in the following text."
-    overhead = sum(len(s) for chain in statements for s in chain) + sum(len(q) + len(a) for q, a in questions)
-    head = vocabulary.ids(intro + "\n\n")
-    hay = _haystack(rng, max(tokens - overhead - len(head) - 4, 16), vocabulary, text)
-    ends = np.append(np.flatnonzero(vocabulary.ends_sentence[hay]) + 1, len(hay))
-    events = []
-    for chain in statements:
-        places = np.sort(rng.uniform(0, len(hay), len(chain)))
-        events += [
-            (_snap(p, ends, len(hay)), i, s) for i, (p, s) in enumerate(zip(places.tolist(), chain, strict=True))
-        ]
-    draft = Draft(tokens)
-    draft.add(head)
-    at = 0
-    for place, _, statement in sorted(events, key=lambda event: event[:2]):
-        if place > at:
-            draft.cut()
-            draft.add(hay[at:place].tolist())
-            draft.cut()
-            at = place
-        draft.add(statement)
-    draft.add(hay[at:].tolist())
-    for i in rng.permutation(len(questions)):
-        draft.add(questions[i][0])
-        draft.add_answer(questions[i][1])
-    return draft.finish(text)
-
-
-def _letters(rng: np.random.Generator, count: int) -> list[str]:
-    """Different names of five capital letters."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(chr(65 + i) for i in rng.integers(0, 26, 5))] = None
-    return list(found)
+def sentence_end(place: float, ends: np.ndarray, size: int) -> int:
+    """The next end of a sentence behind a place, of those in `ends`."""
+    if place >= size:
+        return size
+    at = int(np.searchsorted(ends, place))
+    return int(ends[at]) if at < len(ends) else size

@@ -1,4 +1,8 @@
-"""The wordings of the generated tasks: RULER's own, the passkey's, and paraphrases, some never trained on."""
+"""The wordings of the generated tasks: RULER's own, the passkey's, and paraphrases, some never trained on.
+
+A paraphrase is a statement, a question and the beginning of an answer that are drawn independently, about one of many
+attributes; the fixed wordings ask as they state.
+"""
 
 from typing import NamedTuple
 
@@ -102,6 +106,112 @@ HELD_OUT = (
     ),
 )
 """Never trained on."""
+
+HELD_OUT_ATTRIBUTES = frozenset(("combination", "ticket"))
+"""Not to be drawn as attributes, as HELD_OUT asks for them."""
+
+ATTRIBUTES = (
+    *("code", "access code", "secret code", "entry code", "door code", "key", "pass key", "password", "passphrase"),
+    *("number", "phone number", "serial number", "account number", "room number", "house number", "badge number"),
+    *("order number", "lucky number", "secret number", "special number", "locker number", "flight number", "PIN"),
+    *("identifier", "badge", "label", "mark", "sign", "name", "title", "token", "signature", "reference", "address"),
+    *("weight", "height", "length", "price", "cost", "age", "score", "record", "distance", "temperature", "population"),
+    *("balance", "salary", "rank", "year", "date", "volume", "depth", "speed", "shelf", "seat", "gate", "channel"),
+    *("secret", "answer", "solution", "result", "value", "total", "amount", "quantity", "limit", "frequency"),
+)
+
+FACTS = (
+    "The {attribute} of {key} is {value}.",
+    "The {attribute} for {key} is {value}.",
+    "{key}'s {attribute} is {value}.",
+    "{value} is the {attribute} of {key}.",
+    "{key} has the {attribute} {value}.",
+    "{key} uses {value} as {attribute}.",
+    "For {key}, the {attribute} is {value}.",
+    "Remember that the {attribute} of {key} is {value}.",
+    "Do not forget: the {attribute} for {key} is {value}.",
+    "Please note that {key} has {value} as its {attribute}.",
+    "As everybody knows, the {attribute} of {key} is {value}.",
+    "It is written that {value} is the {attribute} for {key}.",
+    "{attribute} of {key}: {value}.",
+    "{key}: {attribute} {value}.",
+    "{key} ({attribute}: {value}).",
+    "If you look for the {attribute} of {key}, it is {value}.",
+    "They gave {key} the {attribute} {value}.",
+    "The {attribute} that {key} got is {value}, they said.",
+    "The {attribute} of {key} is {value}. Keep it in mind.",
+    "The {attribute} of {key} is {value}. Remember it. {value} is the {attribute} of {key}.",
+)
+"""Statements about an attribute of a name."""
+
+QUESTIONS = (
+    "What is the {attribute} of {key}?",
+    "What is the {attribute} for {key}?",
+    "What is {key}'s {attribute}?",
+    "Which {attribute} does {key} have?",
+    "What {attribute} does {key} use?",
+    "Tell me the {attribute} of {key}.",
+    "Give the {attribute} for {key}.",
+    "Please find the {attribute} of {key} in the text above.",
+    "What does the text say about the {attribute} of {key}?",
+    "I forgot the {attribute} of {key}. What is it?",
+    "Do you remember the {attribute} for {key}?",
+    "For {key}, what is the {attribute}?",
+    "According to the text, what is the {attribute} of {key}?",
+    "What is the {attribute} of {key} mentioned in the provided text?",
+    "{attribute} of {key}?",
+    "{key}: {attribute}?",
+)
+
+ANSWERS = (
+    "The {attribute} of {key} is",
+    "The {attribute} for {key} is",
+    "{key}'s {attribute} is",
+    "The {attribute} of {key} mentioned in the provided text is",
+    "The {attribute} is",
+    "The answer is",
+    "It is",
+    "",
+)
+"""Beginnings of answers; in chats always the first."""
+
+BARE_FACTS = (
+    "The {key} is {value}. Remember it. {value} is the {key}.",
+    "The {key} is {value}.",
+    "The {key} is {value}. Keep it in mind.",
+    "The {key} is: {value}.",
+    "{value} is the {key}.",
+    "Remember the {key}: {value}.",
+    "Note that the {key} is {value}.",
+    "Here is the {key}: {value}. Do not lose it.",
+    "Do not forget that the {key} is {value}.",
+    "By the way, the {key} is {value}.",
+)
+"""Statements about a thing that there is one of, as the passkey task makes them."""
+
+BARE_QUESTIONS = (
+    "What is the {key}?",
+    "What was the {key}?",
+    "Tell me the {key}.",
+    "Give me the {key}.",
+    "What is the {key} in the text above?",
+    "Which {key} does the text mention?",
+    "I forgot the {key}. What is it?",
+    "The text mentions a {key}. What is it?",
+    "{key}?",
+)
+
+BARE_ANSWERS = ("The {key} is", "The {key} mentioned in the text is", "It is", "The answer is", "")
+
+FRAMES = (
+    ("\n", " "),
+    ("\n\n", "\n"),
+    ("\nQuestion: ", "\nAnswer: "),
+    ("\nQuestion: ", " Answer: "),
+    ("\nQ: ", "\nA: "),
+    (" ", " "),
+)
+"""Before a question, and between question and answer."""
 
 LISTS = (
     ("", ":", "\n"),

@@ -3,11 +3,12 @@
 import json
 import lzma
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from launch.bundled_model import data, tasks
+from launch.bundled_model import counting, data, needles, tasks, wordings
 from launch.bundled_model.prepare_corpus import SPECIAL, clean, split, train_tokenizer
 from launch.bundled_model.vocabulary import ASSISTANT, BOS, END, Vocabulary, _is_held_out
 
@@ -35,9 +36,6 @@ def corpus(tmp_path_factory):
     (folder / "words.json").write_text(json.dumps(lists))
     data.prepare(folder, folder / "tokens", 0)
     return data.load(folder, folder / "tokens")
-
-
-TASKS = ("copy", "kv", "needle", "vt")
 
 
 @pytest.mark.parametrize("source", data.SOURCES)
@@ -69,7 +67,7 @@ def _answers(sample: tasks.Sample, vocabulary: Vocabulary) -> list[tuple[str, st
 def test_answers_of_needles_are_in_the_text(corpus):
     vocabulary, text, asked = corpus.vocabulary, corpus.streams["prose"], 0
     for seed in range(40):
-        sample = tasks.needles(np.random.default_rng(seed), 2050, vocabulary, text)
+        sample = needles.needles(np.random.default_rng(seed), 2050, vocabulary, text)
         for before, answer in _answers(sample, vocabulary):
             values = re.findall(r"\d{5,7}|[0-9a-f]{8}-[0-9a-f-]{27}|[a-z]+-[a-z]+", answer.rpartition(" is")[2])
             assert values, answer
@@ -96,17 +94,97 @@ def test_answers_of_lists_are_those_of_the_asked_key(corpus):
 
 
 def test_chains_of_variables(corpus):
+    vocabulary, asked = corpus.vocabulary, 0
+    for seed in range(12):
+        sample = counting.variable_tracking(np.random.default_rng(seed), 4000, vocabulary, corpus.streams["prose"])
+        for before, answer in _answers(sample, vocabulary):
+            count, value = re.findall(r"(\d+) variables are assigned the value (\d+), they are:$", before)[0]
+            names = re.findall(rf"VAR ([A-Z]{{5}}) = {value}\b", before)
+            while more := re.findall(rf"VAR ([A-Z]{{5}}) = VAR {names[-1]}\b", before):
+                names += more
+            assert answer.split() == names and len(names) == int(count)
+            asked += 1
+    assert asked > 30
+
+
+@pytest.mark.parametrize("length", [770, 2050, 8194])
+def test_most_common_words(corpus, length):
     vocabulary = corpus.vocabulary
-    sample = tasks.variable_tracking(np.random.default_rng(3), 4000, vocabulary, corpus.streams["prose"])
-    found = _answers(sample, vocabulary)
-    assert len(found) >= 3
-    for before, answer in found:
-        value = re.findall(r"(\d+) variables are assigned the value (\d+), they are:$", before)
-        count, value = value[0]
-        names = re.findall(rf"VAR ([A-Z]{{5}}) = {value} ", before)
-        while more := re.findall(rf"VAR ([A-Z]{{5}}) = VAR {names[-1]} ", before):
-            names += more
-        assert answer.split() == names and len(names) == int(count)
+    for seed in range(3):
+        sample = counting.common_words(np.random.default_rng(seed), length, vocabulary, corpus.streams["prose"])
+        ((before, answer),) = _answers(sample, vocabulary)
+        counts = Counter(re.findall(r"\d+\. ([a-z]+)", before))
+        asked = re.findall(r"\d+\. ([a-z]+)", answer)
+        ranked = counts.most_common()
+        assert sorted(asked) == sorted(word for word, _ in ranked[:10]) and ranked[9][1] > ranked[10][1]
+        assert asked == sorted(asked, key=[*counts].index)
+        assert np.flatnonzero(sample.answer)[-1] > 0.4 * length, "most of the sample is the list"
+
+
+@pytest.mark.parametrize("length", [770, 2050, 8194])
+def test_most_frequent_coded_words(corpus, length):
+    vocabulary = corpus.vocabulary
+    for seed in range(3):
+        sample = counting.frequent_words(np.random.default_rng(seed), length, vocabulary, corpus.streams["prose"])
+        ((before, answer),) = _answers(sample, vocabulary)
+        coded = before.split("coded words.\n")[1].split("\nQuestion")[0]
+        ranked = Counter(word for word in coded.split() if word != "....").most_common(4)
+        assert re.findall("[a-z]{6}", answer) == [word for word, _ in ranked[:3]]
+        assert ranked[0][1] >= ranked[1][1] >= ranked[2][1] > ranked[3][1]
+
+
+def test_paraphrases_are_answered_by_their_facts(corpus):
+    """Each answer is stated together with what the question names, before it."""
+    vocabulary, text, asked = corpus.vocabulary, corpus.streams["prose"], 0
+    for seed in range(40):
+        sample = needles.paraphrases(np.random.default_rng(seed), 2050, vocabulary, text, False)
+        for before, answer in _answers(sample, vocabulary):
+            value = re.findall(r"[0-9a-f]{8}-[0-9a-f-]{27}|\d{3,}|[a-z]+-[a-z]+", answer)[-1]
+            assert value in before, (answer, before[-200:])
+            asked += 1
+    assert asked > 200
+
+
+def test_the_asked_attribute_decides(corpus):
+    """The value stands close to the name and the attribute that the question has, and no other fact has both."""
+    vocabulary, text, asked = corpus.vocabulary, corpus.streams["prose"], 0
+    for seed in range(60):
+        sample = needles.paraphrases(np.random.default_rng(seed), 2050, vocabulary, text, False)
+        for before, answer in _answers(sample, vocabulary):
+            found = re.search(r"What is the ([\w ]+) (?:of|for) ([a-z]+-[a-z]+)\?[^?.]*$", before)
+            if found is None:
+                continue
+            value = re.findall(r"[0-9a-f]{8}-[0-9a-f-]{27}|\d{3,}|[a-z]+-[a-z]+", answer)[-1]
+            facts = [before[max(m.start() - 90, 0) : m.end() + 90] for m in re.finditer(rf"\b{value}\b", before)]
+            assert any(found[1] in fact and found[2] in fact for fact in facts), (found[0], answer)
+            asked += 1
+    assert asked > 20
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_every_question_asks(corpus, held_out):
+    """Wordings without a form for several keys or values are not used for them."""
+    vocabulary, text = corpus.vocabulary, corpus.streams["prose"]
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        if held_out:
+            sample = needles.paraphrases(rng, 2050, vocabulary, text, True)
+        else:
+            sample = needles.needles(rng, 2050, vocabulary, text)
+        for before, _ in _answers(sample, vocabulary):
+            line = before.removesuffix("<|end|><|assistant|>").rsplit("\n", 1)[-1].rsplit("<|user|>", 1)[-1]
+            assert re.search(r"\w[?.]", line), before[-200:]
+
+
+def test_wordings_held_out_are_not_made_by_the_paraphrases():
+    forms = " ".join((*wordings.FACTS, *wordings.QUESTIONS, *wordings.BARE_FACTS, *wordings.BARE_QUESTIONS))
+    for word in ("belongs", "winning"):
+        assert word not in forms
+    trained = " ".join(wording.fact + wording.question for wording in (*wordings.WORDINGS, *wordings.RULER))
+    for word in (*wordings.HELD_OUT_ATTRIBUTES, "belongs", "winning"):
+        assert not any(word in attribute for attribute in wordings.ATTRIBUTES)
+        assert any(word in (held.fact + held.question).lower() for held in wordings.HELD_OUT)
+        assert word not in trained
 
 
 def test_copies_repeat_what_stood_before(corpus):
@@ -124,7 +202,7 @@ def test_pieces_are_the_tokens_of_the_text(corpus):
     """What a served model is given, the tokens of the whole text, are the tokens it was trained on."""
     vocabulary = corpus.vocabulary
     for seed in range(10):
-        sample = tasks.needles(np.random.default_rng(seed), 1030, vocabulary, corpus.streams["prose"])
+        sample = needles.needles(np.random.default_rng(seed), 1030, vocabulary, corpus.streams["prose"])
         last = np.flatnonzero(sample.answer)[-1]
         text = vocabulary.backend.decode(sample.tokens[: last + 1].tolist(), skip_special_tokens=False)
         again = vocabulary.backend.encode(text, add_special_tokens=False).ids
@@ -136,7 +214,7 @@ def test_pieces_are_the_tokens_of_the_text(corpus):
 def test_chat_turns(corpus):
     vocabulary = corpus.vocabulary
     for seed in range(60):
-        sample = tasks.needles(np.random.default_rng(seed), 1030, vocabulary, corpus.streams["prose"])
+        sample = needles.needles(np.random.default_rng(seed), 1030, vocabulary, corpus.streams["prose"])
         if ASSISTANT in sample.tokens:
             turns = np.flatnonzero(sample.tokens == ASSISTANT)
             assert (sample.answer[turns] == 0).all() and (sample.answer[turns + 1] > 0).all()
@@ -190,9 +268,10 @@ def test_tokenizer_round_trip(corpus):
     backend = corpus.vocabulary.backend
     for text in ("Numbers: 1234567, 90.", "ünï — 你好 \t  tabs\n\n", "def f(x):\n    return x + 1\n"):
         ids = backend.encode(text).ids
-        assert backend.decode(ids, skip_special_tokens=False) == text
+        assert ids[0] == BOS
+        assert backend.decode(ids[1:], skip_special_tokens=False) == text
     assert [backend.token_to_id(name) for name in SPECIAL] == list(range(7))
-    assert len(backend.encode("1234567").ids) == 7
+    assert len(backend.encode("1234567", add_special_tokens=False).ids) == 7
 
 
 def test_documents_are_cleaned_and_held_out_by_content():

@@ -18,7 +18,7 @@ from jaxinfer.http.app import create_app
 from jaxinfer.http.server import bind, run_server
 from jaxinfer.http.service import Service
 from jaxinfer.http.settings import ServerSettings
-from tests.frontends.fakes import fake_engine
+from tests.frontends.fakes import FakeRunner, fake_engine
 
 
 @dataclass
@@ -90,8 +90,8 @@ def live(engine: Engine | None, **settings: Any) -> Iterator[Live]:
             assert eventually(lambda: server.started)
             yield Live(url, service, client, openai_client)
     finally:
-        if engine is not None:
-            service.engine.runner.go.set()  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(engine, Engine) and isinstance(engine.runner, FakeRunner):
+            engine.runner.go.set()
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
