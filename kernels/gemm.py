@@ -66,12 +66,14 @@ def check(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, w_scale: jax.Ar
         raise ValueError(f"expected out_dtype bfloat16 or float32, got {jnp.dtype(out_dtype)}")
     (m, k), n, groups = x.shape, w.shape[-2], w.shape[:-2]
     given = (None if x_scale is None else x_scale.shape, None if w_scale is None else w_scale.shape)
+    rows = (m,), (*groups, n)
+    blocks = (k // BLOCK, m), (*groups, -(-n // BLOCK), k // BLOCK)
     if x.dtype == jnp.bfloat16:
         allowed = [(None, None)]
+    elif x.dtype == jnp.float8_e4m3fn and k % BLOCK == 0:
+        allowed = [rows, blocks]
     else:
-        allowed = [((m,), (*groups, n))]
-        if x.dtype == jnp.float8_e4m3fn and k % BLOCK == 0:
-            allowed.append(((k // BLOCK, m), (*groups, -(-n // BLOCK), k // BLOCK)))
+        allowed = [rows]
     if given not in allowed:
         raise ValueError(f"expected shapes of x_scale and w_scale among {allowed}, got {given}")
     for scale in (x_scale, w_scale):

@@ -19,7 +19,7 @@ BLOCK = reference.BLOCK
 def quantize(
     x: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`x / scale`, rounded to nearest even and saturated; `scale = max(|x|, 1e-4) / largest`.
+    """`x / scale`, rounded to nearest even and saturated; `scale = max(|x|, 1e-4) * (1 / largest)`.
 
     The recipe of DeepSeek's published inference code (arXiv 2412.19437, section 3.3.2): 448 is the largest e4m3, and
     with `power_of_two` the scale is rounded up to a power of two (the ue8m0 of V3.1 and later).

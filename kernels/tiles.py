@@ -25,7 +25,7 @@ class Tiles:
     Attributes:
         m: rows of a thread block: 128 (each of the two math warpgroups takes 64 rows) or 64 (each takes half the
             columns).
-        n: columns of a thread block, a multiple of 64 (m = 128) or 128 (m = 64).
+        n: columns of a thread block, a multiple of 32 (m = 128) or 64 (m = 64).
         stages: steps over K held in shared memory at a time.
         cluster: thread blocks, of neighbouring columns, that share the loads of their rows: 1 or 2.
         raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
@@ -38,10 +38,15 @@ class Tiles:
     raster: int = 8
 
     def __post_init__(self):
-        if self.m not in (64, 128) or self.n % (64 if self.m == 128 else 128):
-            raise ValueError(f"expected m = 128 and n % 64 = 0, or m = 64 and n % 128 = 0, got {self}")
+        if self.m not in (64, 128) or self.n % (32 if self.m == 128 else 64):
+            raise ValueError(f"expected m = 128 and n % 32 = 0, or m = 64 and n % 64 = 0, got {self}")
         if self.cluster not in (1, 2) or self.stages < 2 or self.raster < 1:
             raise ValueError(f"expected cluster 1 or 2, stages >= 2, raster >= 1, got {self}")
+
+    @property
+    def width(self) -> int:
+        """Columns of a math warpgroup."""
+        return self.n if self.m == 128 else self.n // 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +72,6 @@ class Problem:
     def step(self) -> int:
         """Numbers of K in a step of 128 bytes."""
         return 128 // self.dtype.itemsize
-
-    @property
-    def epilogue(self) -> int:
-        """Columns of the output stored at a time: 128 bytes."""
-        return 128 // self.out_dtype.itemsize
 
     @property
     def promoted(self) -> bool:
@@ -117,7 +117,9 @@ def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
 
 def candidates(problem: Problem) -> list[Tiles]:
     """Sensible tiles: as many stages as fit, accumulators that stay in the registers."""
-    widths = {128: (64, 128, 192) if problem.promoted else (64, 128, 192, 256), 64: (128, 256)}
+    widths = {128: (64, 96, 128, 160, 192), 64: (64, 128, 256)}
+    if not problem.promoted:
+        widths[128] += (256,)
     found = []
     for m, sizes in widths.items():
         for n in sizes:
@@ -140,14 +142,16 @@ def seconds(problem: Problem, tiles: Tiles, on: Device) -> float:
     waves = math.ceil(row_tiles * column_tiles / on.multiprocessors)
     rate = on.tera_ops * 1e12 / problem.dtype.itemsize / on.multiprocessors
     # Adding up accumulators outside the tensor cores is hidden less the narrower the tile is.
-    efficiency = (0.7 if tiles.n < 192 else 0.8) if problem.promoted else 0.85
+    efficiency = 0.6 + 0.2 * min(tiles.width, 192) / 192 if problem.promoted else 0.85
     arithmetic = 2 * tiles.m * tiles.n * problem.step / rate / efficiency
     loads = (tiles.m + tiles.n) * 128 * on.multiprocessors / (on.l2_terabytes * 1e12)
     steps = problem.k / problem.step
     work = waves * (steps * max(arithmetic, loads) + 1e-6)
     moved = problem.dtype.itemsize * problem.k * (problem.m + problem.n * min(groups, problem.m))
     moved += problem.out_dtype.itemsize * problem.m * problem.n
-    return max(work, moved / (on.memory_terabytes * 1e12))
+    memory = moved / (on.memory_terabytes * 1e12)
+    # The lesser of the two is not hidden entirely.
+    return max(work, memory) + 0.2 * min(work, memory)
 
 
 def choose(problem: Problem, on: Device) -> Tiles:

@@ -25,7 +25,6 @@ BLOCK = 128
 _WARPGROUP_ROWS = 64
 _MEMORY_REGISTERS = 40
 _MATH_REGISTERS = 232
-_SWIZZLE = 128
 _PIECES = (32, 16, 8, 4, 2, 1)
 ALIGNMENT = 8
 """Tiles start at multiples of so many rows: the height of a tile of the swizzled layout."""
@@ -42,11 +41,16 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     """
     if (size := shared_memory_bytes(problem, tiles)) > SHARED_MEMORY:
         raise ValueError(f"expected tiles of at most {SHARED_MEMORY} bytes of shared memory, {tiles} take {size}")
+    epilogue = _epilogue(problem, tiles)
     scratch = {
-        "x": plgpu.SMEM((tiles.stages, tiles.m, problem.step), problem.dtype, transforms=_transforms(problem.dtype)),
-        "w": plgpu.SMEM((tiles.stages, tiles.n, problem.step), problem.dtype, transforms=_transforms(problem.dtype)),
+        "x": plgpu.SMEM(
+            (tiles.stages, tiles.m, problem.step), problem.dtype, transforms=_transforms(problem.dtype, problem.step)
+        ),
+        "w": plgpu.SMEM(
+            (tiles.stages, tiles.n, problem.step), problem.dtype, transforms=_transforms(problem.dtype, problem.step)
+        ),
         "out": plgpu.SMEM(
-            (2, 2, _WARPGROUP_ROWS, problem.epilogue), problem.out_dtype, transforms=_transforms(problem.out_dtype)
+            (2, 2, _WARPGROUP_ROWS, epilogue), problem.out_dtype, transforms=_transforms(problem.out_dtype, epilogue)
         ),
         "full": plgpu.Barrier(num_arrivals=3 if problem.scheme == "block" else 2, num_barriers=tiles.stages),
         "empty": (
@@ -71,7 +75,7 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     if problem.residual:
         scratch["residual_full"] = plgpu.Barrier(num_barriers=2)
     if problem.groups is not None:
-        scratch["tail"] = plgpu.SMEM((2, _WARPGROUP_ROWS, problem.epilogue), problem.out_dtype)
+        scratch["tail"] = plgpu.SMEM((2, _WARPGROUP_ROWS, epilogue), problem.out_dtype)
 
     def body(operands, out):
         pl.run_scoped(
@@ -91,8 +95,20 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     )(operands)
 
 
-def _transforms(dtype):
-    return (plgpu.TilingTransform((8, _SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(_SWIZZLE))
+def _transforms(dtype, columns):
+    tiling = plgpu.TilingTransform((ALIGNMENT, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
+
+
+def _part(tiles):
+    """Columns that share a scale of the weight's blocks; tiles start at multiples of them."""
+    return math.gcd(tiles.n, tiles.width, BLOCK)
+
+
+def _epilogue(problem, tiles):
+    """Columns of the output that are stored at a time: 128 bytes, or 64 where those do not divide the tile."""
+    return math.gcd(_part(tiles), 128 // problem.out_dtype.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +162,7 @@ def _copy(problem, tiles, operands, scratch):
     count, tile_at = _tiles(problem, tiles, operands)
     has_sides = "side_full" in scratch
 
-    @plgpu.nd_loop((count,), collective_axes="block", init_carry=jnp.int32(0))
-    def done(info, carry):
+    def copy_tile(info, carry):
         tile = tile_at(info.index[0])
         w = operands["w"] if tile.group is None else operands["w"].at[tile.group]
         rows, columns = pl.ds(tile.row, tiles.m), pl.ds(tile.column, tiles.n)
@@ -161,8 +176,8 @@ def _copy(problem, tiles, operands, scratch):
 
             inner = pl.ds(k * problem.step, problem.step)
             full = scratch["full"].at[slot]
-            shared = {"collective_axes": "cluster"} if tiles.cluster > 1 else {}
-            plgpu.copy_gmem_to_smem(operands["x"].at[rows, inner], scratch["x"].at[slot], full, **shared)
+            shared = "cluster" if tiles.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(operands["x"].at[rows, inner], scratch["x"].at[slot], full, collective_axes=shared)
             plgpu.copy_gmem_to_smem(w.at[columns, inner], scratch["w"].at[slot], full)
             if problem.scheme == "block":
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], scratch["x_scale"].at[slot], full)
@@ -184,6 +199,8 @@ def _copy(problem, tiles, operands, scratch):
                 plgpu.copy_gmem_to_smem(operands["bias"].at[columns], scratch["bias"], full)
         return carry
 
+    done = plgpu.nd_loop((count,), collective_axes="block", init_carry=jnp.int32(0))(copy_tile)
+
     # No thread block may end while the other of its cluster still signals to it.
     def drain(step, _):
         plgpu.barrier_wait(scratch["empty"].at[lax.rem(step, jnp.int32(tiles.stages))])
@@ -201,13 +218,12 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
     steps = math.ceil(problem.k / problem.step)
     count, tile_at = _tiles(problem, tiles, operands)
     by_rows = tiles.m == 2 * _WARPGROUP_ROWS
-    width = tiles.n if by_rows else tiles.n // 2
+    width = tiles.width
     first_row = warpgroup * _WARPGROUP_ROWS if by_rows else 0
     first_column = 0 if by_rows else warpgroup * width
     rows = pl.ds(first_row, _WARPGROUP_ROWS)
     columns = pl.ds(first_column, width)
-    # Columns that share a scale of the weight's blocks; tiles start at multiples of them.
-    part = math.gcd(tiles.n, width, BLOCK)
+    part = _part(tiles)
     parts = width // part
     shape = (_WARPGROUP_ROWS, width)
 
@@ -224,7 +240,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
 
         def block_scales(k):
             if problem.scheme != "block":
-                return None
+                return []
             scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
             last = scales.shape[0] - 1
             start = tile.column + first_column
@@ -244,7 +260,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
                     plgpu.commit_smem()
                 return accumulator[...], x_scale
 
-            product, x_scale = pl.run_scoped(block, plgpu.ACC(shape, jnp.float32))
+            product, x_scale = pl.run_scoped(block, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             plgpu.barrier_arrive(scratch["empty"].at[slot])
             pieces = [product[:, i * part : (i + 1) * part] for i in range(parts)]
             if problem.scheme == "block":
@@ -274,7 +290,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
             return accumulator[...]
 
         result = pl.run_scoped(
-            product, plgpu.ACC(shape, jnp.int32 if problem.dtype == jnp.int8 else jnp.float32)
+            product, plgpu.WGMMAAccumulatorRef(shape, jnp.int32 if problem.dtype == jnp.int8 else jnp.float32)
         ).astype(jnp.float32)
         plgpu.barrier_arrive(scratch["empty"].at[slot_of(done + steps - 1)])
         return [result[:, i * part : (i + 1) * part] for i in range(parts)]
@@ -284,7 +300,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
         tile = tile_at(info.index[0])
         pieces = promoted(tile, carry) if problem.promoted else accumulated(carry)
         pieces = _finish(problem, scratch, pieces, rows, first_column, part)
-        _store(problem, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column)
+        _store(problem, tiles, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column)
         return carry + steps
 
     plgpu.wait_smem_to_gmem(0)
@@ -312,9 +328,9 @@ def _finish(problem, scratch, pieces, rows, first_column, part):
     return pieces
 
 
-def _store(problem, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column):
-    """Stores the pieces, 128 bytes of each row at a time; what lies outside the output is dropped by the copy."""
-    width = problem.epilogue
+def _store(problem, tiles, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column):
+    """Stores the pieces, a few columns at a time; what lies outside the output is dropped by the copy."""
+    width = _epilogue(problem, tiles)
     part = pieces[0].shape[1]
     rows = pl.ds(tile.row + first_row, _WARPGROUP_ROWS)
 

@@ -20,12 +20,14 @@ def largest(dtype) -> float:
 def scale_of(amax: jax.Array, dtype, power_of_two: bool) -> jax.Array:
     """The scale of values up to `amax` (float32).
 
-    A power of two is the smallest that is not below `amax / largest`, found from the bits of the float: exact where a
-    logarithm rounds.
+    The product with the rounded reciprocal, as the recorded patterns have it and as XLA computes a division by a
+    constant anyway; half of all quotients differ from it in the last bit.  A power of two is the smallest that is not
+    below, found from the bits of the float: exact where a logarithm rounds.
     """
+    scale = amax * jnp.float32(1 / largest(dtype))
     if not power_of_two:
-        return amax / jnp.float32(largest(dtype))
-    bits = lax.bitcast_convert_type(amax * jnp.float32(1 / largest(dtype)), jnp.int32)
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
     exponent = (bits >> 23) & 0xFF
     exponent = jnp.where((bits & 0x7FFFFF) != 0, exponent + 1, exponent)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)

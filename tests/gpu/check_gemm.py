@@ -64,6 +64,7 @@ GROUPED = {
 }
 WIDE, WIDE_16 = Tiles(m=128, n=192, stages=4), Tiles(m=128, n=192, stages=4, raster=16)
 NARROW, PAIRED = Tiles(m=128, n=128, stages=5), Tiles(m=128, n=192, stages=4, cluster=2)
+FIFTH = Tiles(m=128, n=160, stages=4)
 EXACT, EXACT_192 = Tiles(m=128, n=256, stages=4), Tiles(m=128, n=192, stages=4)
 SMALL = [Tiles(m=64, n=128, stages=7), Tiles(m=64, n=256, stages=4), Tiles(m=128, n=64, stages=7)]
 
@@ -207,12 +208,12 @@ def timings() -> list[Timing]:
                 add(form, shape, None, *SMALL)
             else:
                 thorough = shape in ((8192, 7168, 2048), (8192, 4096, 7168))
-                add(form, shape, None, WIDE, NARROW, *((WIDE_16,) if thorough else ()))
+                add(form, shape, None, WIDE, FIFTH, *((WIDE_16, NARROW) if thorough else ()))
         add("int8", shape, None, *((EXACT, EXACT_192) if shape[0] != 128 else SMALL[:1]))
     for (groups, *shape), _ in GROUPED.items():
         few = shape[0] // groups <= 64
         for form in ("row", "block"):
-            add(form, shape, groups, *(SMALL if few else (WIDE, NARROW)))
+            add(form, shape, groups, *(SMALL if few else (WIDE, FIFTH)))
         add("int8", shape, groups, SMALL[0] if few else Tiles(m=128, n=256, stages=3))
     add("bf16", (8192, 4096, 7168), None, EXACT, EXACT_192)
     for shape in ((8192, 7168, 2048), (8192, 4096, 7168), (4096, 7168, 18432)):
