@@ -155,7 +155,7 @@ def seconds(problem: Problem, tiles: Tiles, on: Device) -> float:
 
 
 def choose(problem: Problem, on: Device) -> Tiles:
-    """The measured tiles of the table for the next number of rows not below, else the model's best."""
+    """The measured tiles for the next number of rows not below, and less than twice it, else the best of the model."""
     kind = {
         "dtype": problem.dtype.name,
         "scheme": problem.scheme,
@@ -163,7 +163,9 @@ def choose(problem: Problem, on: Device) -> Tiles:
         "n": problem.n,
         "k": problem.k,
     }
-    fitting = [entry for entry in on.measured if kind.items() <= entry.items() and problem.m <= entry["m"]]
+    fitting = [
+        entry for entry in on.measured if kind.items() <= entry.items() and problem.m <= entry["m"] < 2 * problem.m
+    ]
     for entry in sorted(fitting, key=lambda entry: entry["m"]):
         tiles = Tiles(**entry["tiles"])
         if shared_memory_bytes(problem, tiles) <= SHARED_MEMORY:

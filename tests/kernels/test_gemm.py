@@ -1,5 +1,6 @@
 """Matrix products: the reference against float64, the Mosaic kernel in the interpreter and lowered for CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -136,6 +137,24 @@ def test_every_candidate_fits_and_lowers(form: str, m: int):
     assert tile_choice.choose(problem, tile_choice.device()) in found
     for tiles in found if m == 128 else ():
         lower(form, m, 4096, 512, tiles=tiles)
+
+
+def test_measured_tiles_come_before_the_models():
+    tiles = {"m": 128, "n": 64, "stages": 3, "cluster": 1, "raster": 4}
+    entry = {"dtype": "int8", "scheme": "row", "groups": None, "n": 4096, "k": 512, "m": 4096, "tiles": tiles}
+    device = dataclasses.replace(tile_choice.device(), measured=[entry, {**entry, "m": 8192, "tiles": {}}])
+    problem = Problem(m=4000, n=4096, k=512, dtype=jnp.dtype(jnp.int8), out_dtype=jnp.dtype(jnp.bfloat16), scheme="row")
+    assert tile_choice.choose(problem, device) == Tiles(**tiles)
+    for other in ({"m": 2048}, {"n": 2048}, {"groups": 4}, {"scheme": None}):
+        changed = dataclasses.replace(problem, **other)
+        assert tile_choice.choose(changed, device) in tile_choice.candidates(changed)
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="expected m = 128 and n % 32 = 0"):
+        Tiles(m=96, n=64, stages=2)
+    with pytest.raises(ValueError, match=r"expected tiles of at most .* bytes of shared memory"):
+        lower("fp8 row", 256, 512, 512, tiles=Tiles(m=128, n=256, stages=5))
 
 
 def test_operands_that_do_not_fit_are_refused():
