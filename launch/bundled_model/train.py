@@ -19,8 +19,10 @@ def main():
     parser.add_argument("--work", type=Path, required=True, help="checkpoint, tokens and compilation cache")
     parser.add_argument("--out", type=Path, required=True, help="metrics.jsonl and the exported model")
     parser.add_argument("--minutes", type=float, required=True, help="wall-clock time of this call")
-    parser.add_argument("--phases", default="2048:8,8192:4,32768:6", help="LENGTH:MINUTES of training, in order")
-    parser.add_argument("--decay-from", type=float, default=11.0, help="minute from which the learning rate falls")
+    parser.add_argument(
+        "--phases", default="2048:5,8192:5,32768:9,65536:3", help="LENGTH:MINUTES of training, in order"
+    )
+    parser.add_argument("--decay-from", type=float, default=10.0, help="minute from which the learning rate falls")
     parser.add_argument("--batch-tokens", type=int, default=131072)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--attention", choices=("cudnn", "blocked"), default="cudnn")
