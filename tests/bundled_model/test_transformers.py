@@ -1,4 +1,4 @@
-"""The bundled model against transformers (float32, CPU): `tests/fixtures/jaxinfer_12m/make_reference.py`."""
+"""The bundled model against transformers (float32, CPU): `launch/bundled_model/make_reference.py`."""
 
 import numpy as np
 import pytest
