@@ -94,8 +94,9 @@ class Runner:
         decoded = self._start_decode(step.decode) if any(step.decode) else None
         prefilled = self._prefill(step.prefill) if any(step.prefill) else [[] for _ in step.prefill]
         decode = [[] for _ in step.decode] if decoded is None else _collect(decoded, step.decode)
-        # A chunk in the middle of a prompt has no token to wait for.  If the host did not wait for it, it would run ahead
-        # of the device: short requests would queue behind chunks sent long before, and an error meet another step.
+        # A chunk in the middle of a prompt has no token to wait for.  If the host did not wait for it, it would run
+        # ahead of the device: short requests would queue behind chunks sent long before, and an error would meet
+        # another step.
         jax.block_until_ready(self.cache)
         return StepResult(prefill=prefilled, decode=decode)
 
