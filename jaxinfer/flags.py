@@ -25,6 +25,10 @@ def _with_underscores(argument: str) -> str:
     return argument
 
 
+# The flags belong to the command that asks for them: its --help shows them as its own.
+flags.disclaim_key_flags()
+
+
 def define_engine_flags(lists: Collection[str] = ()) -> None:
     """Defines a flag for each field of `EngineOptions`; those of kv and attention named in `lists` take several values.
 

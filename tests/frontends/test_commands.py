@@ -32,7 +32,7 @@ def run(module: str, *arguments: str) -> tuple[int, str]:
         ("serve", ["--port=0", "--api-key="], "api_key: expected a non-empty text"),
         ("serve", ["--port=0", "--memory-fraction=2"], "memory_fraction"),
         ("serve", ["--port=0", "--overrides", "{"], "expected --overrides to be a JSON object"),
-        ("serve", ["--port=0", "--model", "no-such-model"], "cannot start: expected a model folder or one of"),
+        ("serve", ["--port=0", "--model", "no-such-model"], "cannot start: expected a model folder, a bundled model"),
         ("batch", ["--output=x"], "--input"),
         ("batch", ["--input=no-such-file", "--output=x"], "--input: there is no file no-such-file"),
         ("batch", ["--input=README.md", "--output=x", "--max-in-flight=-1"], "max_in_flight"),
@@ -52,3 +52,9 @@ def test_a_port_in_use() -> None:
     assert text.strip() == (
         f"jaxinfer.serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port"
     )
+
+
+@pytest.mark.parametrize("module", ["serve", "batch", "eval"])
+def test_help_shows_the_flags_of_the_engine(module: str) -> None:
+    _, text = run(module, "--help")
+    assert "  --mesh: devices to use" in text and "  --max_context: most tokens of a request" in text
