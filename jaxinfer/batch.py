@@ -29,6 +29,7 @@ from jaxinfer.engine.request import Request, RequestOutput, Update
 from jaxinfer.flags import define_engine_flags, engine_options_from_flags, parse_flags
 from jaxinfer.protocol import ENDPOINTS, ApiError, Call, Prompt, load_json, parse_call
 from jaxinfer.protocol.call import Answer
+from jaxinfer.resume import whole_lines
 
 FLAGS = flags.FLAGS
 
@@ -67,16 +68,9 @@ def read_done(path: Path) -> Done:
     Raises ValueError if another line is no output line: the file may be something else, and is left alone.
     """
     done = Done()
-    if not path.exists():
-        return done
-    with path.open("rb+") as file:
-        whole = 0
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
+    if path.exists():
+        for number, line in whole_lines(path):
             _note_done(done, line, f"{path}, line {number}")
-        file.truncate(whole)
     return done
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.resume import whole_lines
+
 KEY = ("setting", "baseline", "task", "length", "depth", "sample")
 """What identifies a record. `baseline` is the setting compared with, in records of comparisons."""
 
@@ -20,14 +22,7 @@ class Records:
         self.all: list[dict[str, Any]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        with path.open("rb+") as file:
-            whole = 0
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self.all.append(_parse(line, f"{path}, line {number}"))
-            file.truncate(whole)
+        self.all += [_parse(line, f"{path}, line {number}") for number, line in whole_lines(path)]
         self._keys = {_key(record) for record in self.all}
 
     def __contains__(self, key: dict[str, Any]) -> bool:
