@@ -2,7 +2,8 @@
 
 The bundled model (through the engine, in windows), `xz -9e`, and a 5-gram model of the training tokens, on the same
 text: of each held-out part of `.corpus/` the documents in a random order, up to `--bytes` bytes.  All three have to say
-where documents end.  A line per part is appended to `--out`; parts that it holds are not measured again.
+where documents end.  Beside it, how evenly the model's routers spread the same windows over the experts.  A line per
+part is appended to `--out`; parts that it holds are not measured again.
 """
 
 import argparse
@@ -11,12 +12,15 @@ import lzma
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.bundled import bundled_folder
 from jaxinfer.configs.engine import DEFAULT_MODEL
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.llm import LLM
+from launch.bundled_model import export, model
 from launch.bundled_model.data import PARTS
 from launch.bundled_model.ngram import NgramModel
 from launch.bundled_model.vocabulary import BOS, EOS, Vocabulary, tokenise
@@ -52,6 +56,24 @@ def model_bits(llm: LLM, stream: np.ndarray, window: int) -> float:
         scored = [entry.chosen for entry in out.prompt_logprobs[1:] if entry is not None]
         bits -= sum(chosen.logprob for chosen in scored if chosen.token_id != BOS) / np.log(2)
     return bits
+
+
+def expert_load(folder: Path, stream: np.ndarray, window: int) -> float:
+    """Tokens of the busiest expert over the mean of its layer's experts, in the layer where that is largest.
+
+    The layers of the model itself, not of its multi-token prediction; the stream's last, partial window is left out.
+    """
+    config = export.bundled_config()
+    params = jax.tree.map(jnp.asarray, export.parameters(config, folder))
+    positions = jnp.arange(window)[None]
+
+    @jax.jit
+    def load(tokens):
+        return model.hidden_states(config, params, tokens[None], positions, "blocked")[1].load
+
+    pieces = stream[: len(stream) // (window - 1) * (window - 1)].reshape(-1, window - 1)
+    total = np.asarray(sum(load(jnp.asarray([BOS, *piece], jnp.int32)) for piece in pieces))
+    return float(np.max(total.max(axis=1) / total.mean(axis=1)))
 
 
 def ngram_model(corpus: Path, vocabulary: Vocabulary, seed: int) -> NgramModel:
@@ -103,6 +125,7 @@ def main():
                 "bits_per_byte": {name: round(value / size, 4) for name, value in bits.items()},
                 "below_xz": round(1 - bits["model"] / bits["xz"], 4),
                 "below_ngram": round(1 - bits["model"] / bits["ngram"], 4),
+                "expert_load": round(expert_load(Path(args.model), stream[1:], args.window), 3),
                 "seconds": round(seconds, 1),
             }
             with args.out.open("a") as file:
