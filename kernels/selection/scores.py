@@ -1,0 +1,89 @@
+"""How much softmax mass each key block holds for the heads and queries that speak: estimated, then exact.
+
+Shapes: `P` probe queries, `V` voting heads, `D` numbers of a latent (absorbed queries and keys), `M` groups, `NB` key
+blocks, `C` candidates.  All results are float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.kernels.selection.lists import top_blocks
+
+
+def estimated_shares(
+    q: Float[Array, "P V D"],
+    means: Float[Array, "M D"],
+    local_lse: Float[Array, "P V"],
+    first: int | Int[Array, ""],
+    end: int | Int[Array, ""],
+    *,
+    group: int,
+    block: int,
+    scale: float,
+) -> Float[Array, "P V NB"]:
+    """First level: each block's share of a head's softmax, from the means of its groups.
+
+    A group's logit is `scale q mean + ln(group)`, as if all its tokens were their mean; a block counts as its best
+    group (the maximum over small pieces keeps a single good one visible, as in InfLLM-v2 and HISA).  The share is
+    relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and all groups of the blocks
+    `first .. end - 1`; other blocks have share 0.
+
+    Costs `2 D V P M` floating-point operations for a query block.
+    """
+    per_block = block // group
+    logits = jnp.einsum("pvd,md->pvm", q, means.astype(q.dtype), preferred_element_type=jnp.float32)
+    logits = logits * scale + math.log(group)
+    blocks = jnp.arange(means.shape[0] // per_block)
+    eligible = (blocks >= first) & (blocks < end)
+    logits = jnp.where(jnp.repeat(eligible, per_block), logits, -jnp.inf)
+    total = jnp.logaddexp(local_lse, jax.nn.logsumexp(logits, axis=-1))
+    best = jnp.max(logits.reshape(*logits.shape[:2], -1, per_block), axis=-1)
+    return _share(best, total[..., None])
+
+
+def exact_masses(
+    q: Float[Array, "P V D"],
+    keys: Float[Array, "C block D"],
+    seen: Bool[Array, "C block"],
+    local_lse: Float[Array, "P V"],
+    *,
+    scale: float,
+) -> Float[Array, " C"]:
+    """Second level: the softmax mass of each candidate, the maximum over the probes, the mean over the voters.
+
+    Masses are relative to `local_lse` and all keys of the candidates that are `seen` (memory never written and tokens
+    that are read as anchors are not).  Costs `2 D V P C block` floating-point operations.
+    """
+    rows = jnp.where(seen[..., None], keys, 0).astype(q.dtype)
+    logits = jnp.einsum("pvd,cbd->pvcb", q, rows, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(seen, logits, -jnp.inf)
+    per_block = jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.logaddexp(local_lse, jax.nn.logsumexp(per_block, axis=-1))
+    return jnp.mean(jnp.max(_share(per_block, total[..., None]), axis=0), axis=0)
+
+
+def _share(part: jax.Array, total: jax.Array) -> jax.Array:
+    """`exp(part - total)`; 0 where nothing is, also where the total is nothing too."""
+    return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(total), 0.0, total)))
+
+
+def candidate_blocks(shares: Float[Array, "P V NB"], first, end, count: int) -> Int[Array, " count"]:
+    """The blocks that one group of heads hands to the second level.
+
+    Each voter's best block comes first, since a vote would silence the few heads that look far away; then the blocks
+    by the sum over the voters of the maximum over the probes.  Of equal ones the earlier block is taken.
+
+    Returns: `[count]` int32, ascending, of the blocks `first .. end - 1`; -1 at the end where there are fewer.
+    """
+    votes = jnp.max(shares, axis=0)
+    voters, num_blocks = votes.shape
+    best = jnp.argmax(votes, axis=-1)
+    wanted = jnp.zeros(num_blocks, bool).at[best].set(True)
+    # A sum of shares is at most the number of voters.
+    order = jnp.sum(votes, axis=0) + jnp.where(wanted, voters + 1.0, 0.0)
+    blocks = jnp.arange(num_blocks)
+    order = jnp.where((blocks >= first) & (blocks < end), order, -1.0)
+    return top_blocks(order, count)

@@ -1,0 +1,127 @@
+"""The selection again, slow and obvious: loops over Python numbers, float64."""
+
+import math
+
+import numpy as np
+
+
+def window_start(position: int, window: int, block: int, query_block: int, dense_below: int) -> int:
+    start = position - position % query_block
+    if start < dense_below:
+        return 0
+    first = max(start - window, 0)
+    while first % block:
+        first -= 1
+    return first
+
+
+def group_means(latents: np.ndarray, group: int) -> np.ndarray:
+    rows = [latents[i : i + group].astype(np.float64).mean(axis=0) for i in range(0, len(latents), group)]
+    return np.array(rows)
+
+
+def probe_rows(q: np.ndarray, valid: np.ndarray, count: int) -> list[int]:
+    rows = [row for row in range(len(q)) if valid[row]]
+    last = rows[-1]
+    mean = np.mean([q[row] for row in rows], axis=0, dtype=np.float64)
+
+    def cosine(row: int) -> float:
+        per_head = [a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in zip(q[row], mean, strict=True)]
+        return float(np.mean(per_head))
+
+    others = sorted((row for row in rows if row != last), key=lambda row: (cosine(row), row))
+    return [last, *others[: count - 1], *[last] * (count - 1 - len(others))]
+
+
+def log_sum_exp(values: list[float]) -> float:
+    values = [value for value in values if value != -math.inf]
+    if not values:
+        return -math.inf
+    top = max(values)
+    return top + math.log(sum(math.exp(value - top) for value in values))
+
+
+def shares(q, means, local_lse, first: int, end: int, group: int, block: int, scale: float) -> np.ndarray:
+    per_block = block // group
+    num_blocks = len(means) // per_block
+    out = np.zeros((*q.shape[:2], num_blocks))
+    for p in range(q.shape[0]):
+        for v in range(q.shape[1]):
+            logits = {
+                m: scale * float(q[p, v] @ means[m]) + math.log(group)
+                for m in range(first * per_block, end * per_block)
+            }
+            total = log_sum_exp([float(local_lse[p, v]), *logits.values()])
+            for b in range(first, end):
+                out[p, v, b] = math.exp(max(logits[b * per_block + i] for i in range(per_block)) - total)
+    return out
+
+
+def candidate_blocks(shares: np.ndarray, first: int, end: int, count: int) -> list[int]:
+    if end <= first:
+        return []
+    votes = shares.max(axis=0)
+    favourites = {first + int(np.argmax(vote[first:end])) for vote in votes}
+    rest = sorted(set(range(first, end)) - favourites, key=lambda b: (-votes[:, b].sum(), b))
+    by_votes = sorted(favourites, key=lambda b: (-votes[:, b].sum(), b))
+    return sorted([*by_votes, *rest][:count])
+
+
+def masses(q, context, blocks: list[int], free, local_lse, block: int, scale: float) -> list[float]:
+    found = np.zeros((*q.shape[:2], len(blocks)))
+    for p in range(q.shape[0]):
+        for v in range(q.shape[1]):
+            per_block = [
+                log_sum_exp([scale * float(q[p, v] @ context[t]) for t in range(b * block, (b + 1) * block) if free[t]])
+                for b in blocks
+            ]
+            total = log_sum_exp([float(local_lse[p, v]), *per_block])
+            found[p, v] = [0.0 if value == -math.inf else math.exp(value - total) for value in per_block]
+    return list(found.max(axis=0).mean(axis=0))
+
+
+def retrieved_blocks(masses, candidates, hot, least: int, most: int, mass: float | None) -> list[int]:
+    free = sorted(
+        ((value, block) for value, block in zip(masses, candidates, strict=True) if block >= 0 and block not in hot),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
+    total, kept, sum_so_far = sum(value for value, _ in free), [], 0.0
+    for value, block in free:
+        if len(kept) == most or (mass is not None and len(kept) >= least and sum_so_far >= mass * total):
+            break
+        kept.append(block)
+        sum_so_far += value
+    return sorted(kept)
+
+
+def record(masses: np.ndarray, candidates: np.ndarray, count: int) -> list[tuple[int, int]]:
+    amounts: dict[int, int] = {}
+    for mass, block in zip(masses.ravel(), candidates.ravel(), strict=True):
+        if block >= 0:
+            amounts[int(block)] = amounts.get(int(block), 0) + int(np.round(np.float32(mass) * 2**14))
+    ordered = sorted(((block, amount) for block, amount in amounts.items() if amount), key=lambda p: (-p[1], p[0]))
+    return ordered[:count]
+
+
+def hot_blocks(records: dict[int, list[tuple[int, int]]], epoch: int, first: int, end: int, count: int) -> list[int]:
+    """`records` holds for each epoch what all its query blocks left."""
+    weights: dict[int, int] = {}
+    for age in (1, 2, 3, 4):
+        sums: dict[int, int] = {}
+        for block, amount in records.get(epoch - age, []):
+            sums[block] = sums.get(block, 0) + amount
+        for block, amount in sums.items():
+            weights[block] = weights.get(block, 0) + amount // 2 ** (age - 1)
+    hot = [block for block, weight in weights.items() if weight and first <= block < end]
+    return sorted(sorted(hot, key=lambda b: (-weights[b], b))[:count])
+
+
+def anchors(ranks: list[int], gap: int, boundaries: bool) -> list[int]:
+    """One of the best rank in each half gap, the latest of them; whole halves only."""
+    if not boundaries:
+        return list(range(gap - 1, len(ranks), gap))
+    found = []
+    for start in range(0, len(ranks) - gap // 2 + 1, gap // 2):
+        cell = range(start, start + gap // 2)
+        found.append(max(cell, key=lambda position: (ranks[position], position)))
+    return found
