@@ -18,7 +18,6 @@ from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses
 from tests.selection import slow
 
-
 # The exponential of a logit of 40 in float32 is off by 40 * 2^-24 and more, relative to itself.
 EXPONENTIALS = {"rtol": 2e-5, "atol": 1e-7}
 

@@ -1,0 +1,88 @@
+"""Attention of a chunk of queries over parts of a long context, and of single queries over listed tokens of the cache.
+
+The parts of a hybrid selection are disjoint, and their results merge by log-sum-exp.  What many queries share (the
+window, the anchors) is cheaper with keys and values expanded: `2 (qk + v)` floating-point operations for a key, query
+and head.  What few share (retrieved blocks) is cheaper absorbed, `2 (2 kv_rank + rope)`, as nothing is expanded.
+"""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.kernels.reference import mla_sparse as reference
+
+
+def mla_window(
+    q: Float[Array, "T H qk"],
+    context: Float[Array, "S latent"],
+    k_b: Float[Array, "H nope kv_rank"],
+    v_b: Float[Array, "H v kv_rank"],
+    first: Int[Array, " T"],
+    limit: Int[Array, " T"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
+    """Multi-head latent attention of each query to the keys `first <= s < limit`, heads expanded.
+
+    Args:
+        q: `[T, H, nope + rope]` queries, rotary part last and already rotated.
+        context: `[S, kv_rank + rope]` normalised latents, then the shared rotated key, in the order of the positions.
+            Rows outside the ranges may hold anything.
+        k_b: `[H, nope, kv_rank]` expands a latent to the keys of each head.
+        v_b: `[H, v, kv_rank]` expands a latent to the values of each head.
+        first: `[T]` int32, the first key of each query.
+        limit: `[T]` int32, the end of its keys, at most `S`; not after `first`: none.
+        scale: factor on the scores.
+
+    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, both float32; a query without keys has 0 and -inf.
+    """
+    return reference.mla_window(q, context, k_b, v_b, first, limit, scale=scale)
+
+
+def mla_blocks(
+    q: Float[Array, "n Q H latent"],
+    context: Float[Array, "S latent"],
+    blocks: Int[Array, "n G N"],
+    free: Bool[Array, " S"],
+    *,
+    block: int,
+    scale: float,
+) -> tuple[Float[Array, "n Q H latent"], Float[Array, "n Q H"]]:
+    """Attention of each block of `Q` queries to key blocks of its own, absorbed.
+
+    Args:
+        q: `[n, Q, H, kv_rank + rope]` queries in the space of the latents.
+        context: `[S, kv_rank + rope]` in the order of the positions; `block` divides `S`.
+        blocks: `[n, G, N]` int32, the key blocks that each group of `H / G` successive heads reads, none twice;
+            -1: none.
+        free: `[S]`, whether a key counts: those that the query reads elsewhere do not.
+        block: tokens of a key block.
+        scale: factor on the scores.
+
+    Returns: output `[n, Q, H, kv_rank + rope]`, of which the first `kv_rank` numbers are the attended latent, and
+    log-sum-exp `[n, Q, H]`, both float32; a query without keys has 0 and -inf.
+    """
+    return reference.mla_blocks(q, context, blocks, free, block=block, scale=scale)
+
+
+def mla_sparse_decode(
+    q: Float[Array, "B H latent"],
+    cache: Float[Array, "layers pages page_size latent"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B N"],
+    tokens: Int[Array, "B K"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B H latent"], Float[Array, "B H"]]:
+    """Absorbed attention of one query per sequence to listed tokens of its pages.
+
+    Args:
+        q: `[B, H, kv_rank + rope]` queries in the space of the latents.
+        cache: `[layers, pages, page_size, kv_rank + rope]`.
+        layer: int32, the layer read.
+        page_table: `[B, N]` int32, the pages of each sequence in order.
+        tokens: `[B, K]` int32, the tokens that each sequence reads, counted through its pages, none twice; -1: none.
+        scale: factor on the scores.
+
+    Returns: output `[B, H, kv_rank + rope]`, of which the first `kv_rank` numbers are the attended latent, and
+    log-sum-exp `[B, H]`, both float32; a sequence without keys has 0 and -inf.
+    """
+    return reference.mla_sparse_decode(q, cache, layer, page_table, tokens, scale=scale)

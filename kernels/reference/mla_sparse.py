@@ -1,0 +1,146 @@
+"""Sparse attention in jnp: the definition with a mask, and the forms that read what is selected only."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_TILE = 512
+"""Keys that the window expands at a time."""
+
+_SCORE_BYTES = 256 * 2**20
+
+
+def mla_masked(q, context, k_b, v_b, mask, *, scale):
+    """The definition: dense attention with the selection as a mask.
+
+    `q [T, H, qk]`, `context [S, latent]` (all of it written), `k_b` and `v_b` as in `jaxinfer.kernels.mla_prefill`, and
+    `mask [T, H, S]`, which keys each query reads.  With the causal mask it is the reference of dense attention bit for
+    bit.  Returns output `[T, H, v]` and log-sum-exp `[T, H]`, both float32.
+    """
+    k, v = _expand(context, k_b, v_b, q.dtype)
+    scores = _scores("qhd,shd->hqs", q, k, scale, mask.swapaxes(0, 1))
+    return _softmax("hqs,shv->qhv", scores, v)
+
+
+def mla_window(q, context, k_b, v_b, first, limit, *, scale):
+    """See `jaxinfer.kernels.mla_sparse`: tiles of keys, as many as the ranges span, and the queries that see each."""
+    tokens, heads, _ = q.shape
+    tile = min(_TILE, context.shape[0])
+    context = jnp.pad(context, ((0, -context.shape[0] % tile), (0, 0)))
+    seen = limit > first
+
+    def visit(index, partial):
+        start = index * tile
+        keys = start + jnp.arange(tile)
+        rows = lax.dynamic_slice_in_dim(context, start, tile)
+        written = (keys >= jnp.min(jnp.where(seen, first, keys[-1] + 1))) & (keys < jnp.max(jnp.where(seen, limit, 0)))
+        k, v = _expand(jnp.where(written[:, None], rows, 0), k_b, v_b, q.dtype)
+
+        def attend(item):
+            q, first, limit = item
+            mask = (keys >= first[:, None]) & (keys < limit[:, None])
+            scores = _scores("qhd,shd->hqs", q, k, scale, mask[None])
+            return _softmax("hqs,shv->qhv", scores, v)
+
+        def nothing(item):
+            shape = item[0].shape[:2]
+            return jnp.zeros((*shape, v.shape[-1]), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
+
+        def some(item):
+            _, first, limit = item
+            return lax.cond(jnp.any((first < start + tile) & (limit > start) & (limit > first)), attend, nothing, item)
+
+        out, lse = _by_queries(some, (q, first, limit), heads * tile * 4)
+        return _merge(*partial, out, lse)
+
+    start = jnp.min(jnp.where(seen, first, context.shape[0])) // tile
+    end = (jnp.max(jnp.where(seen, limit, 0)) + tile - 1) // tile
+    empty = jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+    return lax.fori_loop(start, end, visit, empty)
+
+
+def mla_blocks(q, context, blocks, free, *, block, scale):
+    """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time."""
+    _, queries, heads, dim = q.shape
+    groups, listed = blocks.shape[1:]
+    keys, open_keys = context.reshape(-1, block, dim), free.reshape(-1, block)
+
+    def of_query_block(item):
+        q, blocks = item
+
+        def of_group(q, blocks):
+            seen = (open_keys.at[blocks].get(mode="clip") & (blocks >= 0)[:, None]).reshape(-1)
+            rows = keys.at[blocks].get(mode="clip").reshape(-1, dim)
+            rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
+            scores = _scores("qhd,sd->hqs", q, rows, scale, seen[None, None])
+            return _softmax("hqs,sd->qhd", scores, rows.astype(jnp.float32))
+
+        split = q.reshape(queries, groups, heads // groups, dim)
+        out, lse = jax.vmap(of_group, in_axes=(1, 0), out_axes=1)(split, blocks)
+        return out.reshape(queries, heads, dim), lse.reshape(queries, heads)
+
+    each = listed * block * 4 * (queries * heads + groups * dim)
+    return lax.map(of_query_block, (q, blocks), batch_size=max(1, _SCORE_BYTES // each))
+
+
+def mla_sparse_decode(q, cache, layer, page_table, tokens, *, scale):
+    """See `jaxinfer.kernels.mla_sparse`: one sequence after another."""
+    page_size = cache.shape[2]
+
+    def one(item):
+        q, pages, tokens = item
+        seen = tokens >= 0
+        page = pages.at[jnp.where(seen, tokens // page_size, 0)].get(mode="clip")
+        rows = cache.at[layer, page, tokens % page_size].get(mode="clip")
+        rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
+        scores = _scores("hd,sd->hs", q, rows, scale, seen[None])
+        return _softmax("hs,sd->hd", scores, rows.astype(jnp.float32))
+
+    return lax.map(one, (q, page_table, tokens))
+
+
+def _expand(context, k_b, v_b, dtype):
+    """Keys `[S, H, qk]` of type `dtype` and values `[S, H, v]` in float32, rounded to `dtype` before."""
+    keys, rank = context.shape[0], k_b.shape[2]
+    context = context.astype(dtype)
+    nope = _dot("sc,hnc->shn", context[:, :rank], k_b).astype(dtype)
+    rope = jnp.broadcast_to(context[:, None, rank:], (keys, k_b.shape[0], context.shape[1] - rank))
+    v = _dot("sc,hvc->shv", context[:, :rank], v_b).astype(dtype).astype(jnp.float32)
+    return jnp.concatenate((nope, rope), axis=-1), v
+
+
+def _scores(equation, q, k, scale, mask):
+    return jnp.where(mask, _dot(equation, q, k) * scale, -jnp.inf)
+
+
+def _softmax(equation, scores, values):
+    """Output and log-sum-exp of scores `[H, ..., S]`; both have the heads last but for the numbers of a value."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum(equation, weights, values, precision=lax.Precision.HIGHEST)
+    out = out / jnp.where(total == 0.0, 1.0, total).T[..., None]
+    return out, (top[..., 0] + jnp.log(total)).T
+
+
+def _by_queries(function, arrays, bytes_per_query):
+    """`function` over as many queries at a time as its scores have room for."""
+    tokens = arrays[0].shape[0]
+    size = tokens
+    while size % 2 == 0 and size * bytes_per_query > _SCORE_BYTES:
+        size //= 2
+    split = [array.reshape(tokens // size, size, *array.shape[1:]) for array in arrays]
+    out, lse = lax.map(function, tuple(split))
+    return out.reshape(tokens, *out.shape[2:]), lse.reshape(tokens, -1)
+
+
+def _merge(out_a, lse_a, out_b, lse_b):
+    """See `jaxinfer.sharding.collectives.merge`."""
+    lse = jnp.logaddexp(lse_a, lse_b)
+    shift = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    return out_a * jnp.exp(lse_a - shift)[..., None] + out_b * jnp.exp(lse_b - shift)[..., None], lse
+
+
+def _dot(equation, a, b):
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
