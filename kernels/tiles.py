@@ -27,21 +27,28 @@ class Tiles:
             columns).
         n: columns of a thread block, a multiple of 32 (m = 128) or 64 (m = 64).
         stages: steps over K held in shared memory at a time.
-        cluster: thread blocks, of neighbouring columns, that share the loads of their rows: 1 or 2.
+        cluster: thread blocks that share the loads of one operand: 1 or 2.
+        shared: that operand: `x` for blocks of neighbouring columns, `w` of neighbouring rows (not for groups).
         raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
+        halves: 0, or the steps over K through which a warpgroup keeps two accumulators of half its columns, one filled
+            while the other is added up.
+        order: whether the math warpgroups take turns: 0 no, 1 in issuing products, 2 in computing them.
     """
 
     m: int
     n: int
     stages: int
     cluster: int = 1
+    shared: str = "x"
     raster: int = 8
+    halves: int = 0
+    order: int = 0
 
     def __post_init__(self):
         if self.m not in (64, 128) or self.n % (32 if self.m == 128 else 64):
             raise ValueError(f"expected m = 128 and n % 32 = 0, or m = 64 and n % 64 = 0, got {self}")
-        if self.cluster not in (1, 2) or self.stages < 2 or self.raster < 1:
-            raise ValueError(f"expected cluster 1 or 2, stages >= 2, raster >= 1, got {self}")
+        if self.cluster not in (1, 2) or self.shared not in ("x", "w") or self.stages < 2 or self.raster < 1:
+            raise ValueError(f"expected cluster 1 or 2, shared x or w, stages >= 2, raster >= 1, got {self}")
 
     @property
     def width(self) -> int:
@@ -106,18 +113,34 @@ def device() -> Device:
     return dataclasses.replace(_devices()[kind], multiprocessors=gpu.core_count)
 
 
+def output_columns(problem: Problem, tiles: Tiles) -> int:
+    """Columns of the output that are stored at a time: 128 bytes, or 64 where those do not divide the tile."""
+    return math.gcd(tiles.width, 128 // problem.out_dtype.itemsize)
+
+
+def output_slots(problem: Problem, tiles: Tiles) -> int:
+    """Buffers of a math warpgroup for columns on their way out: for all of a tile's where they fit, else 2."""
+    slots = math.ceil(tiles.width / output_columns(problem, tiles))
+    return slots if slots > 2 and _shared_memory_bytes(problem, tiles, slots) <= SHARED_MEMORY else 2
+
+
 def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory of the buffers of a thread block."""
+    return _shared_memory_bytes(problem, tiles, output_slots(problem, tiles))
+
+
+def _shared_memory_bytes(problem: Problem, tiles: Tiles, slots: int) -> int:
     row, block = problem.scheme == "row", problem.scheme == "block"
     stage = (tiles.m + tiles.n) * 128 + tiles.m * 4 * block
-    stores = (4 if problem.groups is None else 6) * 64 * 128
+    row_bytes = slots * output_columns(problem, tiles) * problem.out_dtype.itemsize
+    stores = 2 * 64 * (row_bytes + 128 * (problem.groups is not None))
     sides = 4 * ((tiles.m + tiles.n) * row + tiles.n * problem.bias)
     return tiles.stages * stage + stores + sides
 
 
 def candidates(problem: Problem) -> list[Tiles]:
     """Sensible tiles: as many stages as fit, accumulators that stay in the registers."""
-    widths = {128: (64, 96, 128, 160, 192), 64: (64, 128, 256)}
+    widths = {128: (64, 96, 128, 160, 192), 64: (128, 256) if problem.groups else (64, 128, 256)}
     if not problem.promoted:
         widths[128] += (256,)
     found = []

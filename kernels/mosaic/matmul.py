@@ -19,12 +19,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.kernels.tiles import SHARED_MEMORY, Problem, Tiles, shared_memory_bytes
+from jaxinfer.kernels.tiles import SHARED_MEMORY, Problem, Tiles, output_columns, output_slots, shared_memory_bytes
 
 BLOCK = 128
 _WARPGROUP_ROWS = 64
-_MEMORY_REGISTERS = 40
-_MATH_REGISTERS = 232
+_MEMORY_REGISTERS = 24
+_MATH_REGISTERS = 240
 _PIECES = (32, 16, 8, 4, 2, 1)
 ALIGNMENT = 8
 """Tiles start at multiples of so many rows: the height of a tile of the swizzled layout."""
@@ -39,9 +39,13 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             with groups in front), `bias [N]` float32, `residual [M, N]` of the type of the output, and for groups
             `schedule` and `row_tiles` (see `grouped_gemm.schedule`).  M is a multiple of 8, N of 64.
     """
+    if problem.groups is not None and tiles.cluster > 1 and tiles.shared == "w":
+        raise ValueError(f"expected thread blocks that share rows, since groups differ in weights, got {tiles}")
+    if problem.groups is not None and tiles.width < _tail_columns(problem):
+        raise ValueError(f"expected {_tail_columns(problem)} columns of a warpgroup or more for groups, got {tiles}")
     if (size := shared_memory_bytes(problem, tiles)) > SHARED_MEMORY:
         raise ValueError(f"expected tiles of at most {SHARED_MEMORY} bytes of shared memory, {tiles} take {size}")
-    epilogue = _epilogue(problem, tiles)
+    epilogue = output_columns(problem, tiles)
     scratch = {
         "x": plgpu.SMEM(
             (tiles.stages, tiles.m, problem.step), problem.dtype, transforms=_transforms(problem.dtype, problem.step)
@@ -50,7 +54,9 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             (tiles.stages, tiles.n, problem.step), problem.dtype, transforms=_transforms(problem.dtype, problem.step)
         ),
         "out": plgpu.SMEM(
-            (2, 2, _WARPGROUP_ROWS, epilogue), problem.out_dtype, transforms=_transforms(problem.out_dtype, epilogue)
+            (2, output_slots(problem, tiles), _WARPGROUP_ROWS, epilogue),
+            problem.out_dtype,
+            transforms=_transforms(problem.out_dtype, epilogue),
         ),
         "full": plgpu.Barrier(num_arrivals=3 if problem.scheme == "block" else 2, num_barriers=tiles.stages),
         "empty": (
@@ -72,10 +78,12 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     if sides:
         scratch["side_full"] = plgpu.Barrier(num_arrivals=sides)
         scratch["side_empty"] = plgpu.Barrier(num_arrivals=2)
+    if tiles.order:
+        scratch["turn"] = plgpu.Barrier(num_barriers=2)
     if problem.residual:
         scratch["residual_full"] = plgpu.Barrier(num_barriers=2)
     if problem.groups is not None:
-        scratch["tail"] = plgpu.SMEM((2, _WARPGROUP_ROWS, epilogue), problem.out_dtype)
+        scratch["tail"] = plgpu.SMEM((2, _WARPGROUP_ROWS, _tail_columns(problem)), problem.out_dtype)
 
     def body(operands, out):
         pl.run_scoped(
@@ -106,9 +114,9 @@ def _part(tiles):
     return math.gcd(tiles.n, tiles.width, BLOCK)
 
 
-def _epilogue(problem, tiles):
-    """Columns of the output that are stored at a time: 128 bytes, or 64 where those do not divide the tile."""
-    return math.gcd(_part(tiles), 128 // problem.out_dtype.itemsize)
+def _tail_columns(problem):
+    """Columns of a part of a tile that are stored at a time: rows of 128 bytes, so that a copy may begin at any row."""
+    return 128 // problem.out_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +133,19 @@ class _Tile:
 
 def _tiles(problem, tiles, operands):
     """The number of tiles and the function that finds the tile of an index and of a place in the cluster."""
-    column_tiles = math.ceil(problem.n / (tiles.n * tiles.cluster))
+    tall, wide = (1, tiles.cluster) if tiles.shared == "x" else (tiles.cluster, 1)
+    column_tiles = math.ceil(problem.n / (tiles.n * wide))
     if problem.groups is None:
-        row_tiles = math.ceil(problem.m / tiles.m)
+        row_tiles = math.ceil(problem.m / (tiles.m * tall))
     else:
         row_tiles = operands["row_tiles"][0]
+    place = lax.axis_index("cluster")
 
     def tile(index):
         row_tile, column_tile = plgpu.planar_snake(index, (row_tiles, column_tiles), 0, tiles.raster)
-        column = (column_tile * tiles.cluster + lax.axis_index("cluster")) * tiles.n
+        column = (column_tile * wide + (place if wide > 1 else 0)) * tiles.n
         if problem.groups is None:
-            return _Tile(row_tile * tiles.m, column)
+            return _Tile((row_tile * tall + (place if tall > 1 else 0)) * tiles.m, column)
         group, row, first, last = (operands["schedule"][i, row_tile] for i in range(4))
         return _Tile(pl.multiple_of(row, ALIGNMENT), column, first, last, group)
 
@@ -176,9 +186,9 @@ def _copy(problem, tiles, operands, scratch):
 
             inner = pl.ds(k * problem.step, problem.step)
             full = scratch["full"].at[slot]
-            shared = "cluster" if tiles.cluster > 1 else None
-            plgpu.copy_gmem_to_smem(operands["x"].at[rows, inner], scratch["x"].at[slot], full, collective_axes=shared)
-            plgpu.copy_gmem_to_smem(w.at[columns, inner], scratch["w"].at[slot], full)
+            for name, source in (("x", operands["x"].at[rows, inner]), ("w", w.at[columns, inner])):
+                shared = "cluster" if tiles.cluster > 1 and tiles.shared == name else None
+                plgpu.copy_gmem_to_smem(source, scratch[name].at[slot], full, collective_axes=shared)
             if problem.scheme == "block":
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], scratch["x_scale"].at[slot], full)
             return done + 1
@@ -223,11 +233,9 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
     first_column = 0 if by_rows else warpgroup * width
     rows = pl.ds(first_row, _WARPGROUP_ROWS)
     columns = pl.ds(first_column, width)
-    part = _part(tiles)
-    parts = width // part
     shape = (_WARPGROUP_ROWS, width)
 
-    def wgmma(accumulator, slot):
+    def wgmma(accumulator, slot, columns=columns):
         x = scratch["x"].at[slot, rows]
         w = scratch["w"].at[slot, columns]
         plgpu.wgmma(accumulator, x, w.transpose((1, 0)))
@@ -235,44 +243,113 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
     def slot_of(step):
         return lax.rem(step, jnp.int32(tiles.stages))
 
-    def promoted(tile, done):
-        """The product in float32, block after block of K, as `parts` pieces of the columns."""
+    def release(step):
+        plgpu.barrier_arrive(scratch["empty"].at[slot_of(step)])
 
-        def block_scales(k):
-            if problem.scheme != "block":
-                return []
-            scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
-            last = scales.shape[0] - 1
-            start = tile.column + first_column
-            return [scales[jnp.minimum((start + i * part) // BLOCK, last), k] for i in range(parts)]
+    def row_scales(slot):
+        """Block scales of the rows.  The commit orders this read before the next copy into the stage."""
+        if problem.scheme != "block":
+            return None
+        scales = plgpu.load(scratch["x_scale"].at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        plgpu.commit_smem()
+        return scales
+
+    def column_scales(tile, first, parts, part, k):
+        """Block scales of the columns from `first`, one for each part of them."""
+        if problem.scheme != "block":
+            return None
+        scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
+        last = scales.shape[0] - 1
+        start = tile.column + first
+        return [scales[jnp.minimum((start + i * part) // BLOCK, last), k] for i in range(parts)]
+
+    def add(sums, product, x_scale, w_scales):
+        """Adds the parts of a block's product, scaled, to float32 sums."""
+        part = product.shape[1] // len(sums)
+        pieces = [product[:, i * part : (i + 1) * part] for i in range(len(sums))]
+        if x_scale is not None:
+            scales = [lax.broadcast_in_dim(x_scale * s, (_WARPGROUP_ROWS, part), [0]) for s in w_scales]
+            pieces = [piece * scale for piece, scale in zip(pieces, scales, strict=True)]
+        return [a + b for a, b in zip(sums, pieces, strict=True)]
+
+    def zeros(columns):
+        return plgpu.layout_cast(jnp.zeros((_WARPGROUP_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+    def promoted(tile, done):
+        """The product in float32, block after block of K."""
+        part = math.gcd(_part(tiles), width) if problem.scheme == "block" else width
+        parts = width // part
 
         def step(k, sums):
             slot = slot_of(done + k)
-            w_scales = block_scales(k)
+            w_scales = column_scales(tile, first_column, parts, part, k)
             plgpu.barrier_wait(scratch["full"].at[slot])
+            if tiles.order:
+                plgpu.barrier_wait(scratch["turn"].at[warpgroup])
 
             def block(accumulator):
                 wgmma(accumulator, slot)
-                x_scale = None
-                if problem.scheme == "block":
-                    # While the tensor cores work.  The commit orders this read before the next copy into the stage.
-                    x_scale = plgpu.load(scratch["x_scale"].at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-                    plgpu.commit_smem()
+                if tiles.order == 1:
+                    plgpu.barrier_arrive(scratch["turn"].at[1 - warpgroup])
+                # While the tensor cores work.
+                x_scale = row_scales(slot)
                 return accumulator[...], x_scale
 
             product, x_scale = pl.run_scoped(block, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-            plgpu.barrier_arrive(scratch["empty"].at[slot])
-            pieces = [product[:, i * part : (i + 1) * part] for i in range(parts)]
-            if problem.scheme == "block":
-                scales = [lax.broadcast_in_dim(x_scale * s, (_WARPGROUP_ROWS, part), [0]) for s in w_scales]
-                pieces = [piece * scale for piece, scale in zip(pieces, scales, strict=True)]
-            return [a + b for a, b in zip(sums, pieces, strict=True)]
+            if tiles.order == 2:
+                plgpu.barrier_arrive(scratch["turn"].at[1 - warpgroup])
+            release(done + k)
+            return add(sums, product, x_scale, w_scales)
 
-        zero = plgpu.layout_cast(jnp.zeros((_WARPGROUP_ROWS, part), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, step, [zero] * parts)
+        return jnp.concatenate(lax.fori_loop(0, steps, step, [zeros(part)] * parts), axis=1)
+
+    def promoted_in_halves(tile, done):
+        """The same with an accumulator for each half of the columns: one is added up while the other is filled."""
+        half = width // 2
+        part = math.gcd(_part(tiles), half) if problem.scheme == "block" else half
+        parts = half // part
+        shape = plgpu.WGMMAAccumulatorRef((_WARPGROUP_ROWS, half), jnp.float32)
+        firsts = first_column, first_column + half
+
+        depth = math.gcd(tiles.halves, steps)
+
+        def several(number, sums):
+            """Products of `depth` steps, one half always under way while the one before is added up."""
+            first = done + number * depth
+
+            def product(*accumulators):
+                found, pending = list(sums), None
+                for turn in range(2 * depth + 1):
+                    if turn < 2 * depth:
+                        step, side = divmod(turn, 2)
+                        slot = slot_of(first + step)
+                        w_scales = column_scales(tile, firsts[side], parts, part, number * depth + step)
+                        if side == 0:
+                            plgpu.barrier_wait(scratch["full"].at[slot])
+                        if step > 0:
+                            accumulators[side][...] = zeros(half)
+                        wgmma(accumulators[side], slot, pl.ds(firsts[side], half))
+                        if side == 0:
+                            x_scale = row_scales(slot)
+                    if pending is not None:
+                        last_step, last_side, last_scales = pending
+                        wait = 1 if turn < 2 * depth else 0
+                        block = plgpu.wgmma_accumulator_load(accumulators[last_side], wait_n=wait)
+                        block = lax.optimization_barrier(block)
+                        if last_side == 1:
+                            release(first + last_step)
+                        found[last_side] = add(found[last_side], block, *last_scales)
+                    if turn < 2 * depth:
+                        pending = step, side, (x_scale, w_scales)
+                return found
+
+            return pl.run_scoped(product, shape, shape)
+
+        left, right = lax.fori_loop(0, steps // depth, several, [[zeros(part)] * parts] * 2)
+        return jnp.concatenate([*left, *right], axis=1)
 
     def accumulated(done):
-        """The product in one accumulator, as `parts` pieces of the columns, float32."""
+        """The product in one accumulator, as float32."""
 
         def product(accumulator):
             def step(k, _):
@@ -284,7 +361,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
 
                 @pl.when(k > 0)
                 def _():
-                    plgpu.barrier_arrive(scratch["empty"].at[slot_of(done + k - 1)])
+                    release(done + k - 1)
 
             lax.fori_loop(0, steps, step, None)
             return accumulator[...]
@@ -292,59 +369,68 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
         result = pl.run_scoped(
             product, plgpu.WGMMAAccumulatorRef(shape, jnp.int32 if problem.dtype == jnp.int8 else jnp.float32)
         ).astype(jnp.float32)
-        plgpu.barrier_arrive(scratch["empty"].at[slot_of(done + steps - 1)])
-        return [result[:, i * part : (i + 1) * part] for i in range(parts)]
+        release(done + steps - 1)
+        return result
+
+    if tiles.order:
+        # The first turn is the first warpgroup's.
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
 
     @plgpu.nd_loop((count,), collective_axes="block", init_carry=jnp.int32(0))
     def _tile(info, carry):
         tile = tile_at(info.index[0])
-        pieces = promoted(tile, carry) if problem.promoted else accumulated(carry)
-        pieces = _finish(problem, scratch, pieces, rows, first_column, part)
-        _store(problem, tiles, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column)
+        if not problem.promoted:
+            values = accumulated(carry)
+        else:
+            values = (promoted_in_halves if tiles.halves else promoted)(tile, carry)
+        values = _finish(problem, scratch, values, rows, columns)
+        _store(problem, tiles, operands, out, scratch, values, tile, warpgroup, first_row, first_column)
         return carry + steps
 
+    if tiles.order:
+        # The last turn is nobody's.
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(problem, scratch, pieces, rows, first_column, part):
+def _finish(problem, scratch, values, rows, columns):
     """Applies the scales of rows and channels, and the bias."""
     if "side_full" not in scratch:
-        return pieces
+        return values
     plgpu.barrier_wait(scratch["side_full"])
-    shape = (_WARPGROUP_ROWS, part)
 
-    def of_columns(name, index):
-        values = scratch[name].at[pl.ds(first_column + index * part, part)]
-        return lax.broadcast_in_dim(plgpu.load(values, layout=plgpu.Layout.WGMMA.reduce(0)), shape, [1])
+    def side(name, index, axis):
+        numbers = plgpu.load(scratch[name].at[index], layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+        return lax.broadcast_in_dim(numbers, values.shape, [axis])
 
     if problem.scheme == "row":
-        x_scale = plgpu.load(scratch["x_scale"].at[rows], layout=plgpu.Layout.WGMMA.reduce(1))
-        x_scale = lax.broadcast_in_dim(x_scale, shape, [0])
-        pieces = [piece * x_scale * of_columns("w_scale", i) for i, piece in enumerate(pieces)]
+        values = values * side("x_scale", rows, 0) * side("w_scale", columns, 1)
     if problem.bias:
-        pieces = [piece + of_columns("bias", i) for i, piece in enumerate(pieces)]
+        values = values + side("bias", columns, 1)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch["side_empty"])
-    return pieces
+    return values
 
 
-def _store(problem, tiles, operands, out, scratch, pieces, tile, warpgroup, first_row, first_column):
-    """Stores the pieces, a few columns at a time; what lies outside the output is dropped by the copy."""
-    width = _epilogue(problem, tiles)
-    part = pieces[0].shape[1]
+def _store(problem, tiles, operands, out, scratch, values, tile, warpgroup, first_row, first_column):
+    """Stores the values, a few columns at a time; what lies outside the output is dropped by the copy."""
+    slots = output_slots(problem, tiles)
     rows = pl.ds(tile.row + first_row, _WARPGROUP_ROWS)
 
-    def chunks():
-        for index, piece in enumerate(pieces):
-            for start in range(0, part, width):
-                yield index * part + start, piece[:, start : start + width]
+    def chunks(width):
+        """Columns that one copy takes; where the width is no multiple, the last two overlap and agree."""
+        for start in range(0, tiles.width, width):
+            start = min(start, tiles.width - width)
+            yield start, values[:, start : start + width]
 
     def whole():
-        for number, (offset, values) in enumerate(chunks()):
-            slot = scratch["out"].at[warpgroup, number % 2]
+        width = output_columns(problem, tiles)
+        for number, (offset, values) in enumerate(chunks(width)):
+            slot = scratch["out"].at[warpgroup, number % slots]
             target = (rows, pl.ds(tile.column + first_column + offset, width))
-            # The copy that used this slot before has read it (of the tile before, it may be the last one).
-            plgpu.wait_smem_to_gmem(min(number, 1), wait_read_only=True)
+            # The copy that used this slot before has read it: `slots` copies ago, or the tile before ended with it.
+            newer = slots - 1 if tiles.width // width % slots == 0 else min(number, slots - 1)
+            plgpu.wait_smem_to_gmem(newer, wait_read_only=True)
             if problem.residual:
                 full = scratch["residual_full"].at[warpgroup]
                 plgpu.copy_gmem_to_smem(operands["residual"].at[target], slot, full)
@@ -364,9 +450,11 @@ def _store(problem, tiles, operands, out, scratch, pieces, tile, warpgroup, firs
     @pl.when((count > 0) & (count < _WARPGROUP_ROWS))
     def _():
         # The other rows belong to other groups: the wanted go in pieces of 32, 16, ..., as the bits of their count say.
-        for offset, values in chunks():
+        width = _tail_columns(problem)
+        for offset, values in chunks(width):
             slot = scratch["tail"].at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # Columns that overlap those before are written after them.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=offset % width == 0)
             slot[...] = values.astype(problem.out_dtype)
             plgpu.commit_smem()
             columns = pl.ds(tile.column + first_column + offset, width)

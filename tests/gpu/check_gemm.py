@@ -1,56 +1,47 @@
 """Checks and times the matrix products on one Hopper GPU: `python -m tests.gpu.check_gemm [--out DIR]` from the root.
 
-First every form against float64 (torch) at odd and at real sizes, then times beside torch's own kernels.  A case that
-fails costs only itself; one that hangs ends the run after what is known has been printed.  Prints tables last, and
-writes all figures and, in the form of `kernels/tiles.json`, the best tiles.  Exits with 1 if a bound is broken.
+First every form against float64 (torch) at odd and at real sizes, then times beside torch's own kernels.  Cases run in
+processes of their own (see `workers`): checks several at a time, times one at a time while the next are compiled.  The
+first check that faults is run again under compute-sanitizer.  Prints tables last, and writes all answers and, in the
+form of `kernels/tiles.json`, the best tiles.  Exits with 1 if a bound is broken.
 """
 
 import argparse
 import dataclasses
+import fcntl
 import functools
+import itertools
 import json
 import os
+import shutil
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
 
 from jaxinfer.kernels.gemm import gemm
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
 from jaxinfer.kernels.quantize import quantize, rms_norm_quantize, swiglu_quantize
 from jaxinfer.kernels.tiles import Tiles
-from tests.gpu.products import (
-    FORMS,
-    ROTATED,
-    data,
-    operands,
-    random_bits,
-    random_operands,
-    seconds_jax,
-    seconds_torch,
-    shapes_of,
-    wide,
-)
+from tests.gpu import workers
 from tests.oracles import FIXTURES
 
+MODULE = "tests.gpu.check_gemm"
+LOCK = "CHECK_GEMM_LOCK"
 NORM_BOUND, BIAS_BOUND = 3e-3, 1e-3
-SECONDS, HANG_SECONDS = 180.0, 50.0
 QUANTIZED_ROWS = 32768
 
 # DeepGEMM on an H200, TFLOP/s: docs of the project's design, measured 2026-11-29.
 DENSE = {
     (8192, 7168, 2048): 1329,
-    (4096, 4096, 7168): 1426,
     (8192, 4096, 7168): 1426,
+    (4096, 4096, 7168): 1426,
     (4096, 7168, 18432): 1478,
     (4096, 24576, 1536): 1320,
     (4096, 2112, 7168): 1285,
@@ -62,350 +53,360 @@ GROUPED = {
     (32, 8192, 4096, 7168): 963,
     (32, 1024, 4096, 7168): None,
 }
-WIDE, WIDE_16 = Tiles(m=128, n=192, stages=4), Tiles(m=128, n=192, stages=4, raster=16)
-NARROW, PAIRED = Tiles(m=128, n=128, stages=5), Tiles(m=128, n=192, stages=4, cluster=2)
-FIFTH = Tiles(m=128, n=160, stages=4)
-EXACT, EXACT_192 = Tiles(m=128, n=256, stages=4), Tiles(m=128, n=192, stages=4)
-SMALL = [Tiles(m=64, n=128, stages=7), Tiles(m=64, n=256, stages=4), Tiles(m=128, n=64, stages=7)]
-
-started = time.monotonic()
-progress = [started]
-report: list[str] = []
-broken: list[str] = []
-table: dict[tuple, dict[str, float]] = {}
-timed: dict[str, Tiles] = {}
-
-
-def say(line: str) -> None:
-    progress[0] = time.monotonic()
-    print(f"[{progress[0] - started:5.1f}] {line}", flush=True)
+UNEVEN, ONE_GROUP, FEW = [170, 1, 0, 300, 65, 464], [0, 0, 1000, 0, 0, 0], [0, 3, 0, 0, 0, 0]
+ALIGNED = [128, 256, 0, 384, 128, 104]
+SMALL = "64x128/7", "64x256/4", "64x64/8", "128x64/7"
+WIDE = (
+    *("128x192/4", "128x192/4/c2w", "128x192/4/c2x", "128x160/4", "128x128/5"),
+    *("128x192/4/h2", "128x192/4/o1", "128x192/4/r16", "128x128/5/c2w"),
+)
+THOROUGH = (
+    *("128x192/4/h1", "128x192/4/o2", "128x192/3", "128x160/4/h2", "128x160/4/c2w", "128x192/4/r4"),
+    *("128x192/4/o1/c2w", "128x192/4/h2/c2w", "128x192/4/r16/c2w", "128x128/5/h2"),
+)
+EXACT = "128x256/4", "128x256/4/c2w", "128x256/3", "128x256/4/r16", "128x192/4"
+GROUPED_WIDE = "128x192/4", "128x160/4", "128x128/5", "128x192/4/c2x", "128x192/4/r16", "128x192/4/h2"
+FEW_ROWS = "64x128/6", "64x256/4", "64x128/4", "128x128/5"
 
 
-def watch(out: Path | None) -> None:
-    """Ends a run that hangs in a kernel."""
-    while True:
-        time.sleep(1)
-        if time.monotonic() - progress[0] > HANG_SECONDS:
-            broken.append("HANG: no progress; the case after the last line printed")
-            finish(out)
-            os._exit(1)
-
-
-def guarded(name: str, function: Callable[[], Any]) -> Any:
-    if time.monotonic() - started > SECONDS:
-        report.append(f"{name}: left out, no time")
-        return None
-    try:
-        return function()
-    except Exception as error:
-        broken.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-        say(f"FAILED {name}\n{traceback.format_exc()[-1500:]}")
-        return None
-
-
-def compare(name: str, y: jax.Array, reference: torch.Tensor) -> None:
-    got = torch.from_dlpack(y).double()
-    error = float((got - reference).norm() / reference.norm())
-    bias = float((got - reference).mean() / reference.abs().mean())
-    good = error <= NORM_BOUND and abs(bias) <= BIAS_BOUND
-    report.append(f"{'ok ' if good else 'BAD'} {name}: error {error:.2e}, bias {bias:+.1e}")
-    say(report[-1])
-    if not good:
-        broken.append(report[-1])
+def tiles_of(name: str) -> Tiles:
+    """`128x192/4` and what follows: `/r16` raster, `/c2x` or `/c2w` a cluster and the operand that it shares."""
+    shape, stages, *rest = name.split("/")
+    m, n = shape.split("x")
+    fields = {}
+    for part in rest:
+        if part[0] == "c":
+            fields |= {"cluster": int(part[1]), "shared": part[2]}
+        else:
+            fields[{"r": "raster", "h": "halves", "o": "order"}[part[0]]] = int(part[1:])
+    return Tiles(m=int(m), n=int(n), stages=int(stages), **fields)
 
 
 # --- correctness -----------------------------------------------------------------------------------------------------
 
 
-def check_dense(form: str, m: int, n: int, k: int, compiled: Future, kinds: tuple[str, ...], extra: bool) -> None:
-    for kind in kinds:
-        arrays = operands(form, kind, m, n, k)
-        reference = wide(arrays[0], arrays[2], False) @ wide(arrays[1], arrays[3], True).T
-        added = ()
-        if extra:
-            scale = float(reference.abs().mean())
-            added = data("normal", (n,), 1) * scale, data("normal", (m, n), 2) * scale
-            reference += sum(torch.from_dlpack(a).double() for a in added)
-        y = compiled.result()(*arrays, *added)
-        compare(f"gemm {form} {m}x{n}x{k} {kind}{' + bias + residual' if extra else ''}", y, reference)
+def compare(y: jax.Array, reference) -> dict:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    got = torch.from_dlpack(y).double()
+    error = float((got - reference).norm() / reference.norm())
+    bias = float((got - reference).mean() / reference.abs().mean())
+    good = error <= NORM_BOUND and abs(bias) <= BIAS_BOUND
+    answer = {"good": good, "said": f"{'ok' if good else 'BAD'} error {error:.2e}, bias {bias:+.1e}"}
+    return answer if good else answer | {"failed": f"; bounds {NORM_BOUND}, {BIAS_BOUND}"}
 
 
-def check_grouped(form: str, sizes: list[int], n: int, k: int, compiled: Future) -> None:
-    m = 1000
-    x, w, x_scale, w_scale = operands(form, "normal", m, n, k, len(sizes))
-    y = compiled.result()(x, w, jnp.asarray(sizes, jnp.int32), x_scale, w_scale)
+def check_dense(form: str, m: int, n: int, k: int, kind: str, extra: bool, tiles: Tiles | None) -> dict:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from tests.gpu.products import data, operands, wide
+
+    arrays = operands(form, kind, m, n, k)
+    reference = wide(arrays[0], arrays[2], False) @ wide(arrays[1], arrays[3], True).T
+    added = {}
+    if extra:
+        scale = float(reference.abs().mean())
+        added = {"bias": data("normal", (n,), 1) * scale, "residual": data("normal", (m, n), 2) * scale}
+        reference += sum(torch.from_dlpack(a).double() for a in added.values())
+        added["out_dtype"] = jnp.float32
+    return compare(gemm(*arrays, **added, implementation="mosaic", tiles=tiles), reference)
+
+
+def check_grouped(form: str, sizes: list[int], n: int, k: int, out_dtype, tiles: Tiles | None) -> dict:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from tests.gpu.products import operands, wide
+
+    x, w, x_scale, w_scale = operands(form, "normal", 1000, n, k, len(sizes))
+    sizes_there = jnp.asarray(sizes, jnp.int32)
+    y = grouped_gemm(x, w, sizes_there, x_scale, w_scale, out_dtype=out_dtype, implementation="mosaic", tiles=tiles)
     rows, parts, start = wide(x, x_scale, False), [], 0
     for group, size in enumerate(sizes):
         weight = wide(w[group], None if w_scale is None else w_scale[group], True)
         parts.append(rows[start : start + size] @ weight.T)
         start += size
-    compare(f"grouped {form} {sizes}", y[:start], torch.cat(parts))
+    return compare(y[:start], torch.cat(parts))
 
 
-def check_large_offsets(compiled: Future, m: int, n: int, k: int) -> None:
+def check_large_offsets(m: int, n: int, k: int) -> dict:
+    """The last rows of an output of more than 2^31 elements."""
+    from tests.gpu.products import operands, wide
+
     x, w, x_scale, w_scale = operands("row", "normal", m, n, k)
-    y = compiled.result()(x, w, x_scale, w_scale)
-    reference = wide(x[-200:], x_scale[-200:], False) @ wide(w, w_scale, True).T
-    compare(f"gemm row {m}x{n}x{k}, last rows (more than 2^31 elements)", y[-200:], reference)
+    y = gemm(x, w, x_scale, w_scale, implementation="mosaic")
+    return compare(y[-200:], wide(x[-200:], x_scale[-200:], False) @ wide(w, w_scale, True).T)
 
 
-def check_quantize() -> None:
+def check_quantize(name: str) -> dict:
     oracle = np.load(FIXTURES / "quant_oracle.npz")
-    for name, power_of_two in (("f32", False), ("ue8m0", True)):
-        quantise = jax.jit(functools.partial(quantize, scheme="block", power_of_two=power_of_two))
-        q, scale = quantise(jnp.asarray(oracle["x"]))
-        same = np.array_equal(np.asarray(q).view(np.uint8), oracle[f"fp8_b128_{name}_q"])
-        same &= np.array_equal(np.asarray(scale).T, oracle[f"fp8_b128_{name}_s"])
-        report.append(f"{'ok ' if same else 'BAD'} quantize 1x128 {name}: bits equal to the recorded ones: {same}")
-        say(report[-1])
-        if not same:
-            broken.append(report[-1])
+    q, scale = quantize(jnp.asarray(oracle["x"]), scheme="block", power_of_two=name == "ue8m0")
+    good = np.array_equal(np.asarray(q).view(np.uint8), oracle[f"fp8_b128_{name}_q"])
+    good &= np.array_equal(np.asarray(scale).T, oracle[f"fp8_b128_{name}_s"])
+    answer = {"good": bool(good), "said": f"bits equal to the recorded ones: {good}"}
+    return answer if good else answer | {"failed": "bits differ"}
+
+
+def checks() -> dict[str, Callable[[], dict]]:
+    found: dict[str, Callable[[], dict]] = {}
+
+    def dense(form, m, n, k, kind, tiles=None, extra=False):
+        name = f"check gemm {form} {m}x{n}x{k} {kind} {'bias+residual ' if extra else ''}{tiles or 'chosen'}"
+        chosen = None if tiles is None else tiles_of(tiles)
+        found[name] = functools.partial(check_dense, form, m, n, k, kind, extra, chosen)
+
+    def grouped(form, sizes, tiles=None, out_dtype=jnp.bfloat16, n=320):
+        name = f"check grouped {form} {sizes} N{n} {jnp.dtype(out_dtype).name} {tiles or 'chosen'}"
+        chosen = None if tiles is None else tiles_of(tiles)
+        found[name] = functools.partial(check_grouped, form, sizes, n, 384, out_dtype, chosen)
+
+    # The smallest grouped cases first: whole tiles only, then parts of tiles at every width.
+    grouped("bf16", ALIGNED, "128x128/4", n=256)
+    grouped("row", FEW, "64x128/4", n=256)
+    for tiles in ("128x128/4", "64x128/6", "64x256/4", "128x96/4", "128x192/4", "128x160/4"):
+        grouped("row", UNEVEN, tiles)
+    grouped("row", UNEVEN, "128x192/4/c2x")
+    grouped("row", UNEVEN, "64x64/4", out_dtype=jnp.float32)
+    for form in ("row", "block", "int8", "bf16"):
+        for sizes in (UNEVEN, ONE_GROUP, FEW):
+            grouped(form, sizes)
+        dense(form, 7, 320, 384, "normal")
+        for kind in ("normal", "positive", "heavy"):
+            dense(form, 257, 512, 18432, kind)
+        for kind in ("normal", "positive"):
+            dense(form, 1000, 2112, 7168, kind)
+        for tiles in ("128x160/4", "128x192/4/c2x", "128x192/4/c2w"):
+            dense(form, 1000, 2112, 7168, "normal", tiles)
+    dense("block", 300, 576, 1024, "normal", extra=True)
+    for form in ("row", "block"):
+        for option in ("h1", "h2", "o1", "o2"):
+            dense(form, 1000, 2112, 7168, "normal", f"128x192/4/{option}")
+    found["check gemm row, more than 2^31 elements"] = functools.partial(check_large_offsets, 65544, 36864, 128)
+    for scales in ("f32", "ue8m0"):
+        found[f"check quantize 1x128 {scales}"] = functools.partial(check_quantize, scales)
+    return found
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Timing:
-    form: str
-    m: int
-    n: int
-    k: int
-    groups: int | None
-    tiles: Tiles | None
-    compiled: Future | None = None
+class Alone:
+    """Holds the card while something is timed; other workers compile meanwhile."""
 
-    @property
-    def key(self) -> tuple:
-        return self.form, self.groups, self.m, self.n, self.k
+    def __enter__(self):
+        self.file = open(os.environ[LOCK], "w")
+        fcntl.flock(self.file, fcntl.LOCK_EX)
 
-    @property
-    def name(self) -> str:
-        t = self.tiles
-        if t is None:
-            return "chosen"
-        return f"{t.m}x{t.n}/{t.stages}{f'/r{t.raster}' if t.raster != 8 else ''}{'/c2' if t.cluster == 2 else ''}"
-
-    def shapes(self) -> list[tuple]:
-        x, w, *scales = shapes_of(self.form, self.m, self.n, self.k, self.groups)
-        sizes = () if self.groups is None else (jax.ShapeDtypeStruct((self.groups,), jnp.int32),)
-        return [(x, w, *sizes, *scales)] * ROTATED
-
-    def program(self) -> Callable:
-        one = gemm if self.groups is None else grouped_gemm
-        one = jax.jit(functools.partial(one, implementation="mosaic", tiles=self.tiles))
-        return lambda *sets: [one(*operands) for operands in sets]
+    def __exit__(self, *_):
+        self.file.close()
 
 
-def timings() -> list[Timing]:
-    found = []
+def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: str | None) -> dict:
+    from tests.gpu.products import ROTATED, random_operands, seconds_jax, shapes_of
 
-    def add(form, shape, groups, *choices):
-        found.extend(Timing(form, *shape, groups, tiles) for tiles in choices)
-
-    for shape in DENSE:
-        for form in ("row", "block"):
-            if shape[0] == 128:
-                add(form, shape, None, *SMALL)
-            else:
-                thorough = shape in ((8192, 7168, 2048), (8192, 4096, 7168))
-                add(form, shape, None, WIDE, FIFTH, *((WIDE_16, NARROW) if thorough else ()))
-        add("int8", shape, None, *((EXACT, EXACT_192) if shape[0] != 128 else SMALL[:1]))
-    for (groups, *shape), _ in GROUPED.items():
-        few = shape[0] // groups <= 64
-        for form in ("row", "block"):
-            add(form, shape, groups, *(SMALL if few else (WIDE, FIFTH)))
-        add("int8", shape, groups, SMALL[0] if few else Tiles(m=128, n=256, stages=3))
-    add("bf16", (8192, 4096, 7168), None, EXACT, EXACT_192)
-    for shape in ((8192, 7168, 2048), (8192, 4096, 7168), (4096, 7168, 18432)):
-        add("row", shape, None, PAIRED)
-        add("block", shape, None, PAIRED)
-    add("int8", (8192, 4096, 7168), None, dataclasses.replace(EXACT, cluster=2))
-    add("row", (33792, 4096, 7168), 32, PAIRED)
-    return found
+    x, w, *scales = shapes_of(form, m, n, k, groups)
+    sizes = () if groups is None else (jax.ShapeDtypeStruct((groups,), jnp.int32),)
+    one = functools.partial(
+        gemm if groups is None else grouped_gemm,
+        implementation="mosaic",
+        tiles=None if tiles is None else tiles_of(tiles),
+    )
+    one = jax.jit(one)
+    program = jax.jit(lambda *sets: [one(*operands) for operands in sets])
+    compiled = program.lower(*[(x, w, *sizes, *scales)] * ROTATED).compile()
+    with Alone():
+        seconds, both = seconds_jax(compiled, random_operands(form, groups, m, n, k), "gemm")
+        random_operands.cache_clear()
+    flops = 2 * m * n * k
+    said = f"{seconds * 1e6:.1f} us ({both * 1e6:.1f} with others), {flops / seconds / 1e12:.0f} TFLOP/s"
+    return {"key": [form, groups, m, n, k], "tiles": tiles, "seconds": seconds, "both": both, "said": said}
 
 
-def time_one(timing: Timing) -> None:
-    assert timing.compiled is not None
-    seconds = seconds_jax(timing.compiled.result(), random_operands(*timing.key))
-    table.setdefault(timing.key, {})[timing.name] = seconds
-    if timing.tiles is not None:
-        timed[timing.name] = timing.tiles
-    flops = 2 * timing.m * timing.n * timing.k
-    say(f"{timing.key} {timing.name}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
-
-
-def time_quantize(name: str, compiled: Future, columns: int, out_columns: int) -> None:
-    x = random_bits("bf16", QUANTIZED_ROWS, columns)
-    seconds = seconds_jax(compiled.result(), [x])
-    bandwidth = QUANTIZED_ROWS * (2 * columns + out_columns) / seconds / 1e12
-    report.append(f"    {name} {QUANTIZED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s")
-    say(report[-1])
-
-
-def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> None:
+def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> dict:
     """torch's kernel for the same work: row scales with the fast (single) accumulation, or bfloat16."""
-    key = form, groups, m, n, k
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from tests.gpu.products import ROTATED, seconds_torch
 
     def numbers(*shape):
         values = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         return values if form == "bf16" else values.to(torch.float8_e4m3fn)
 
-    if groups is None:
-        sets = [(numbers(m, k), numbers(n, k)) for _ in range(ROTATED)]
-        if form == "bf16":
-            seconds = seconds_torch(lambda x, w: x @ w.T, sets)
+    with Alone():
+        if groups is None:
+            sets = [(numbers(m, k), numbers(n, k)) for _ in range(ROTATED)]
+            if form == "bf16":
+                seconds = seconds_torch(lambda x, w: x @ w.T, sets)
+            else:
+                scales = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+                seconds = seconds_torch(
+                    lambda x, w: torch._scaled_mm(x, w.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True), sets
+                )
         else:
-            scales = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+            w = torch.stack([numbers(n, k) for _ in range(groups)])
+            sets = [(numbers(m, k),) for _ in range(ROTATED)]
+            ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
+            scales = torch.rand(m, device="cuda"), torch.rand(groups, n, device="cuda")
             seconds = seconds_torch(
-                lambda x, w: torch._scaled_mm(x, w.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True), sets
+                lambda x: torch._scaled_grouped_mm(
+                    x, w.transpose(-2, -1), *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+                ),
+                sets,
             )
-    else:
-        w = torch.stack([numbers(n, k) for _ in range(groups)])
-        sets = [(numbers(m, k),) for _ in range(ROTATED)]
-        ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
-        scales = torch.rand(m, device="cuda"), torch.rand(groups, n, device="cuda")
-        seconds = seconds_torch(
-            lambda x: torch._scaled_grouped_mm(
-                x, w.transpose(-2, -1), *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-            ),
-            sets,
-        )
-    table.setdefault(key, {})["torch"] = seconds
-    say(f"{key} torch: {seconds * 1e6:.1f} us")
-    torch.cuda.empty_cache()
+        del sets
+        torch.cuda.empty_cache()
+    said = f"{seconds * 1e6:.1f} us, {2 * m * n * k / seconds / 1e12:.0f} TFLOP/s"
+    return {"key": [form, groups, m, n, k], "tiles": "torch", "seconds": seconds, "said": said}
 
 
-def finish(out: Path | None) -> None:
-    print("\n".join(["", "== correctness", *report, "", "== TFLOP/s (decode: also TB/s of weights)"]))
+def time_quantize(name: str, form: str) -> dict:
+    from tests.gpu.products import FORMS, random_bits, seconds_jax
+
+    dtype, scheme = FORMS[form]
+    kind = {"scheme": scheme, "dtype": dtype}
+    weight = np.ones(7168, jnp.bfloat16)
+    function, columns, out_columns = {
+        "quantize": (functools.partial(quantize, **kind), 7168, 7168),
+        "rms_norm_quantize": (lambda x: rms_norm_quantize(x, jnp.asarray(weight), 1e-6, **kind), 7168, 7168),
+        "swiglu_quantize": (functools.partial(swiglu_quantize, **kind), 4096, 2048),
+    }[name]
+    compiled = (
+        jax.jit(lambda x: [function(x)]).lower(jax.ShapeDtypeStruct((QUANTIZED_ROWS, columns), jnp.bfloat16)).compile()
+    )
+    with Alone():
+        _, seconds = seconds_jax(compiled, [random_bits("bf16", QUANTIZED_ROWS, columns)], "")
+    bandwidth = QUANTIZED_ROWS * (2 * columns + out_columns) / seconds / 1e12
+    return {"said": f"{QUANTIZED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s", "seconds": seconds}
+
+
+def timings() -> dict[str, Callable[[], dict]]:
+    found: dict[str, Callable[[], dict]] = {}
+
+    def add(form, shape, groups, *choices):
+        for tiles in choices:
+            name = f"time {form} {f'{groups} x ' if groups else ''}{'x'.join(map(str, shape))} {tiles}"
+            if tiles == "torch":
+                found[name] = functools.partial(time_torch, form, groups, *shape)
+            else:
+                found[name] = functools.partial(time_product, form, groups, *shape, tiles)
+
+    for form, shape in itertools.product(("row", "block"), DENSE):
+        if shape[0] == 128:
+            add(form, shape, None, *(("torch",) if form == "row" else ()), *SMALL)
+            continue
+        if form == "row":
+            add(form, shape, None, "torch")
+        add(form, shape, None, *WIDE)
+        if shape in ((8192, 7168, 2048), (8192, 4096, 7168)):
+            add(form, shape, None, *THOROUGH)
+    for groups, *shape in GROUPED:
+        few = shape[0] // groups <= 64
+        add("row", shape, groups, "torch")
+        for form in ("row", "block"):
+            add(form, shape, groups, *(FEW_ROWS if few else GROUPED_WIDE))
+        for form in ("int8", "bf16"):
+            add(form, shape, groups, *(("64x256/4",) if few else ("128x256/3", "128x192/4")))
+    for shape in DENSE:
+        add("int8", shape, None, *(SMALL if shape[0] == 128 else EXACT))
+    add("bf16", (8192, 4096, 7168), None, "torch", *EXACT)
+    for form in ("row", "block", "int8"):
+        for name in ("quantize", "rms_norm_quantize", "swiglu_quantize"):
+            found[f"time {name} {form}"] = functools.partial(time_quantize, name, form)
+    return found
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def table(answers: dict[str, dict]) -> list[dict]:
+    """Prints the times of each product, best first, and returns the best tiles as `tiles.json` has them."""
+    from tests.gpu.products import FORMS
+
+    rows: dict[tuple, list[dict]] = {}
+    for answer in answers.values():
+        if "key" in answer:
+            rows.setdefault(tuple(answer["key"]), []).append(answer)
     measured = []
-    for (form, groups, m, n, k), row in table.items():
-        flops = 2 * m * n * k
+    print("\n== TFLOP/s by kernel time (decode: also TB/s of weights)")
+    for (form, groups, m, n, k), found in rows.items():
+        flops = 2 * m * n * k / 1e12
         peer = GROUPED.get((groups, m, n, k)) if groups else DENSE.get((m, n, k))
-        cells = [f"{name} {flops / seconds / 1e12:.0f}" for name, seconds in row.items()]
-        own = {name: seconds for name, seconds in row.items() if name != "torch"}
-        line = f"{form:5} {f'{groups} x ' if groups else ''}{m}x{n}x{k}: " + ", ".join(cells)
-        if own:
-            name, seconds = min(own.items(), key=lambda item: item[1])
-            ratio = "" if peer is None else f" = {flops / seconds / 1e12 / peer:.2f} of DeepGEMM {peer}"
-            line += f" | best {name} {seconds * 1e6:.0f} us{ratio}"
+        found.sort(key=lambda answer: answer["seconds"])
+        cells = ", ".join(f"{answer['tiles']} {flops / answer['seconds']:.0f}" for answer in found)
+        line = f"{form:5} {f'{groups} x ' if groups else ''}{m}x{n}x{k}: {cells}"
+        own = next((answer for answer in found if answer["tiles"] != "torch"), None)
+        if own is not None:
+            seconds = own["seconds"]
+            ratio = "" if peer is None else f" = {flops / seconds / peer:.2f} of DeepGEMM {peer}"
+            line += f" | {seconds * 1e6:.0f} us{ratio}"
             if m <= 1024:
                 size = 2 if form == "bf16" else 1
                 line += f", {(groups or 1) * n * k * size / seconds / 1e12:.2f} TB/s"
-            if tiles := timed.get(name):
-                dtype, scheme = FORMS[form]
-                kind = {"dtype": jnp.dtype(dtype).name, "scheme": scheme, "groups": groups, "m": m, "n": n, "k": k}
-                measured.append({**kind, "tiles": dataclasses.asdict(tiles)})
+            dtype, scheme = FORMS[form]
+            kind = {"dtype": jnp.dtype(dtype).name, "scheme": scheme, "groups": groups, "m": m, "n": n, "k": k}
+            measured.append({**kind, "tiles": dataclasses.asdict(tiles_of(own["tiles"]))})
         print(line)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        times = [{"case": list(key), "seconds": row} for key, row in table.items()]
-        (out / "check_gemm.json").write_text(
-            json.dumps({"measured": measured, "times": times, "report": report}, indent=1)
-        )
-    for line in broken:
-        print("BROKEN:", line)
-    sys.stdout.flush()
+    return measured
+
+
+def sanitize(name: str, out: Path, seconds: float) -> None:
+    """Runs a case under compute-sanitizer's memcheck and prints what it found."""
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer: not there")
+        return
+    command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-m", MODULE, "--case", name]
+    log = out / "sanitizer.txt"
+    with log.open("w") as file:
+        try:
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            file.write(f"\nended after {seconds} s\n")
+    found = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("=====")]
+    print(f"\n== compute-sanitizer, {name}", *found[:40], sep="\n", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for the full figures")
-    parser.add_argument("--only", choices=("correctness", "time"), help="half of the work")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the full figures")
+    parser.add_argument("--only", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=420, help="no case begins after so long")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help="run one case here and print its answer")
     arguments = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}", flush=True)
-    threading.Thread(target=watch, args=(arguments.out,), daemon=True).start()
-    pool = ThreadPoolExecutor(12)
-
-    def compile_later(function: Callable, *shapes) -> Future:
-        lowered = jax.jit(function).lower(*shapes)
-        progress[0] = time.monotonic()
-        return pool.submit(lowered.compile)
-
-    jobs: list[tuple[str, Callable]] = []
-    # Last, because a mistake in the exchange between thread blocks would hang.
-    risky: list[tuple[str, Callable]] = []
-
-    def correctness() -> None:
-        jobs.append(("quantize", check_quantize))
-        for form in FORMS:
-            for m, n, k, kinds in (
-                (7, 320, 384, ("normal",)),
-                (257, 512, 18432, ("normal", "positive", "heavy")),
-                (1000, 2112, 7168, ("normal", "positive")),
-            ):
-                product = functools.partial(gemm, implementation="mosaic")
-                arrays = shapes_of(form, m, n, k)
-                compiled = compile_later(product, *arrays)
-                jobs.append(
-                    (f"{form} {m}x{n}x{k}", functools.partial(check_dense, form, m, n, k, compiled, kinds, False))
-                )
-            arrays = shapes_of(form, 1000, 320, 384, 6)
-            sizes = jax.ShapeDtypeStruct((6,), jnp.int32)
-            compiled = compile_later(
-                functools.partial(grouped_gemm, implementation="mosaic"), *arrays[:2], sizes, *arrays[2:]
-            )
-            for histogram in ([170, 1, 0, 300, 65, 464], [0, 0, 1000, 0, 0, 0], [0, 3, 0, 0, 0, 0]):
-                jobs.append((f"grouped {form}", functools.partial(check_grouped, form, histogram, 320, 384, compiled)))
-        m, n, k = 300, 576, 1024
-        arrays = shapes_of("block", m, n, k)
-        added = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((m, n), jnp.float32)
-
-        def with_added(x, w, x_scale, w_scale, bias, residual):
-            return gemm(
-                x, w, x_scale, w_scale, bias=bias, residual=residual, out_dtype=jnp.float32, implementation="mosaic"
-            )
-
-        compiled = compile_later(with_added, *arrays, *added)
-        jobs.append(("bias", functools.partial(check_dense, "block", m, n, k, compiled, ("normal",), True)))
-        m, n, k = 65544, 36864, 128
-        arrays = shapes_of("row", m, n, k)
-        compiled = compile_later(functools.partial(gemm, implementation="mosaic"), *arrays)
-        jobs.append(("large", functools.partial(check_large_offsets, compiled, m, n, k)))
-        arrays = shapes_of("block", 257, 512, 18432)
-        compiled = compile_later(functools.partial(gemm, implementation="mosaic", tiles=PAIRED), *arrays)
-        job = functools.partial(check_dense, "block", 257, 512, 18432, compiled, ("normal", "positive"), False)
-        risky.append(("cluster", job))
-
-    def quantisation() -> None:
-        weight = jnp.ones(7168, jnp.bfloat16)
-        for form, (dtype, scheme) in list(FORMS.items())[:3]:
-            kind = {"scheme": scheme, "dtype": dtype}
-            for name, function, columns, out_columns in (
-                ("quantize", functools.partial(quantize, **kind), 7168, 7168),
-                ("rms_norm_quantize", lambda x, kind=kind: rms_norm_quantize(x, weight, 1e-6, **kind), 7168, 7168),
-                ("swiglu_quantize", functools.partial(swiglu_quantize, **kind), 4096, 2048),
-            ):
-                compiled = compile_later(function, jax.ShapeDtypeStruct((QUANTIZED_ROWS, columns), jnp.bfloat16))
-                name = f"{name} {form}"
-                jobs.append((name, functools.partial(time_quantize, name, compiled, columns, out_columns)))
-
-    def run_jobs() -> None:
-        for name, job in jobs:
-            guarded(name, job)
-        jobs.clear()
-
-    if arguments.only != "time":
-        guarded("lowering of the checks", correctness)
-        run_jobs()
-    if arguments.only != "correctness":
-        guarded("lowering of quantisation", quantisation)
-        wanted = timings()
-
-        def lower(timing: Timing) -> None:
-            timing.compiled = compile_later(timing.program(), *timing.shapes())
-            where = risky if timing.tiles is not None and timing.tiles.cluster > 1 else jobs
-            where.append((f"{timing.key} {timing.name}", functools.partial(time_one, timing)))
-
-        for timing in wanted:
-            guarded(f"lowering {timing.key} {timing.name}", functools.partial(lower, timing))
-        for timing in {t.key: t for t in wanted if t.form == "row" or t.form == "bf16"}.values():
-            guarded(f"torch {timing.key}", functools.partial(time_torch, *timing.key))
-        run_jobs()
-    jobs.extend(risky)
-    run_jobs()
-    finish(arguments.out)
-    return 1 if broken else 0
+    cases = checks() | timings()
+    if arguments.case:
+        print(cases[arguments.case]())
+        return 0
+    if arguments.worker:
+        workers.work(cases)
+        return 0
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    lock = Path(tempfile.mkdtemp()) / "lock"
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # Every kernel launched for itself, so that each run has the same ones.
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
+        LOCK: str(lock),
+    }
+    answers: dict[str, dict] = {}
+    names = [name for name in cases if not arguments.only or arguments.only in name]
+    for phase in ("check ", "time "):
+        chosen = [name for name in names if name.startswith(phase)]
+        left = arguments.seconds - (time.monotonic() - begin)
+        if chosen:
+            answers |= workers.run(MODULE, chosen, arguments.workers, 60, left, environment)
+        faulty = [name for name in chosen if "good" not in answers.get(name, {"good": 1}) and phase == "check "]
+        if faulty:
+            sanitize(min(faulty, key=list(cases).index), arguments.out, 60)
+        (arguments.out / "check_gemm.json").write_text(json.dumps(answers, indent=1))
+    measured = table(answers)
+    (arguments.out / "check_gemm.json").write_text(json.dumps({"measured": measured, "answers": answers}, indent=1))
+    failed = {name: answer for name, answer in answers.items() if "failed" in answer}
+    for name, answer in failed.items():
+        print(f"BROKEN {name}: {answer.get('said', '')}{answer['failed']}\n{answer.get('trace', '')[-600:]}")
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

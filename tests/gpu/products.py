@@ -1,6 +1,7 @@
 """Operands on a GPU for checks and timings of matrix products, made and judged by torch; and clocks for both."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from jax._src.lib import mosaic_gpu
 
 from jaxinfer.kernels.quantize import quantize, quantize_weight
 
 E4M3 = jnp.float8_e4m3fn
 FORMS = {"row": (E4M3, "row"), "block": (E4M3, "block"), "int8": (jnp.int8, "row"), "bf16": (jnp.bfloat16, None)}
-ROTATED, CALLS, SAMPLES = 4, 4, 9
+ROTATED, SAMPLES = 4, 24
 L2_BYTES = 60e6
 
 
@@ -98,29 +100,65 @@ def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> li
     return [(x, w, sizes, *scales) for x, w, *scales in found]
 
 
-def seconds_jax(function: Callable, sets: list) -> float:
-    """Median seconds of a call: samples of `CALLS` programs of one call for every set of operands."""
+def seconds_jax(function: Callable, sets: list, kernel: str) -> tuple[float, float]:
+    """Median seconds of a product: of its kernel alone, and with the small kernels around it.
+
+    The time of the kernels by CUPTI; by the host's clock, for both figures, where CUPTI is not to be had.
+
+    Args:
+        function: a compiled program of one product for every set of operands.
+        kernel: part of the name of the kernel.
+    """
     jax.block_until_ready(function(*sets))
+    extension = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        extension._cupti_init()
+    except RuntimeError as error:
+        print("no CUPTI:", error)
+        return (seconds := _seconds_of_host(function, sets)), seconds
+    try:
+        out = None
+        for _ in range(SAMPLES):
+            out = function(*sets)
+        jax.block_until_ready(out)
+    finally:
+        timings = extension._cupti_get_timings(True)
+    if not timings or len(timings) % SAMPLES:
+        print("CUPTI saw", len(timings), "kernels in", SAMPLES, "runs")
+        return (seconds := _seconds_of_host(function, sets)), seconds
+    size = len(timings) // SAMPLES
+    samples = [timings[i * size : (i + 1) * size] for i in range(SAMPLES)]
+    alone = [sum(t for name, t in sample if kernel in name) for sample in samples]
+    both = [sum(t for _, t in sample) for sample in samples]
+    alone, both = (float(np.median(times)) / 1e3 / len(sets) for times in (alone, both))
+    return alone, both
+
+
+def _seconds_of_host(function: Callable, sets: list) -> float:
     samples = []
     for _ in range(SAMPLES):
         begin = time.perf_counter()
-        outs = [function(*sets) for _ in range(CALLS)]
+        outs = [function(*sets) for _ in range(4)]
         jax.block_until_ready(outs)
-        samples.append((time.perf_counter() - begin) / (CALLS * len(sets)))
+        samples.append((time.perf_counter() - begin) / (4 * len(sets)))
     return float(np.median(samples))
 
 
 def seconds_torch(function: Callable, sets: list[tuple]) -> float:
+    """Median seconds of a call, a graph of one call for every set replayed."""
     for arguments in sets:
         function(*arguments)
-    samples = []
-    for _ in range(SAMPLES):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(CALLS):
-            for arguments in sets:
-                function(*arguments)
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / (CALLS * len(sets)))
-    return float(np.median(samples))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for arguments in sets:
+            function(*arguments)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(SAMPLES + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
+    return float(np.median(times)) / 1e3 / len(sets)

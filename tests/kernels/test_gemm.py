@@ -50,6 +50,10 @@ INTERPRETED = [
     ("int8", 130, 192, 256, Tiles(m=128, n=256, stages=2)),
     pytest.param("bf16", 130, 192, 192, Tiles(m=128, n=64, stages=3), marks=pytest.mark.slow),
     pytest.param("fp8 row", 250, 192, 256, Tiles(m=128, n=64, stages=2, cluster=2), marks=pytest.mark.slow),
+    ("fp8 block", 200, 192, 256, Tiles(m=128, n=128, stages=2, cluster=2, shared="w")),
+    ("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=1)),
+    pytest.param("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=2), marks=pytest.mark.slow),
+    ("fp8 block", 136, 192, 384, Tiles(m=128, n=128, stages=2, halves=1)),
 ]
 
 

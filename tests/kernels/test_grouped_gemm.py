@@ -83,6 +83,22 @@ def test_kernel_against_float64(form: str, histogram: str, tiles: Tiles, capsys:
         assert error(got[: len(reference)], reference) < FLOAT32_ERROR
 
 
+@pytest.mark.parametrize("columns", [96, 160])
+def test_parts_of_tiles_whose_columns_overlap(columns: int, capsys: pytest.CaptureFixture):
+    """Widths that are no multiple of the 128 bytes in which bfloat16 rows of a part of a tile are stored."""
+    sizes = HISTOGRAMS["uneven"]
+    arrays = operands("bf16", ROWS, 192, 128, groups=5)
+    x, w, _, _ = arrays
+    tiles = Tiles(m=128, n=columns, stages=2)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    with interpreted(capsys):
+        got = mosaic.grouped_gemm(
+            x, w, group_sizes, None, None, out_dtype=jnp.bfloat16, tiles=tiles, on=TWO_PROCESSORS
+        ).block_until_ready()
+    reference = expected_rows(arrays, sizes)
+    np.testing.assert_array_equal(got[: len(reference)], reference.astype(jnp.bfloat16))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=7, max_size=7), tile=st.sampled_from([64, 128]), spare=st.integers(0, 9)
@@ -148,3 +164,7 @@ def test_operands_that_do_not_fit_are_refused():
         grouped_gemm(x, w[0], jnp.zeros(2, jnp.int32), x_scale, w_scale)
     with pytest.raises(ValueError, match="x_scale and w_scale among"):
         grouped_gemm(x, w, jnp.zeros(2, jnp.int32), x_scale, w_scale[0])
+    with pytest.raises(ValueError, match="expected 64 columns of a warpgroup or more for groups"):
+        lower("fp8 row", 100, 64, 128, 2, tiles=Tiles(m=64, n=64, stages=2))
+    with pytest.raises(ValueError, match="expected thread blocks that share rows"):
+        lower("fp8 row", 100, 64, 128, 2, tiles=Tiles(m=128, n=64, stages=2, cluster=2, shared="w"))
