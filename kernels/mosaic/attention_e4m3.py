@@ -14,8 +14,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -158,7 +158,7 @@ def _e4m3(weights):
         i32 = ir.IntegerType.get_signless(32)
         layout = mgpu.WGMMA_LAYOUT_8BIT
         registers = np.empty(layout.registers_shape(weights.shape), dtype=object)
-        f32, f8x4 = ir.F32Type.get(), ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        f8x4 = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
 
         def parts(register):
             return [llvm.extractelement(register, arith.constant(i32, ir.IntegerAttr.get(i32, i))) for i in range(2)]
