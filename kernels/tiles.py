@@ -32,6 +32,7 @@ class Tiles:
         raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
         halves: 0, or the steps over K through which a warpgroup keeps two accumulators of half its columns, one filled
             while the other is added up.
+        skew: steps over K that the second math warpgroup begins after the first, so that their epilogues part.
         order: whether the math warpgroups take turns: 0 no, 1 in issuing products, 2 in computing them.
     """
 
@@ -43,6 +44,7 @@ class Tiles:
     raster: int = 8
     halves: int = 0
     order: int = 0
+    skew: int = 0
 
     def __post_init__(self):
         if self.m not in (64, 128) or self.n % (32 if self.m == 128 else 64):

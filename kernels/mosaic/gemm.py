@@ -21,23 +21,31 @@ def reason_against(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_d
     return None
 
 
+def prepare(
+    x: jax.Array, w: jax.Array, x_scale: jax.Array | None, w_scale: jax.Array | None
+) -> tuple[str | None, dict[str, jax.Array]]:
+    """The scheme of the scales, and the operands as `matmul` takes them, `x [M rounded up to 8, K]`."""
+    operands = {"x": pad_rows(x), "w": w}
+    if x_scale is None or w_scale is None:
+        return None, operands
+    # Rows of `x` are the last dimension of its scales.
+    return ("row" if x_scale.ndim == 1 else "block"), operands | {"x_scale": pad_rows(x_scale.T).T, "w_scale": w_scale}
+
+
+def pad_rows(x: jax.Array) -> jax.Array:
+    """Swizzled copies want whole tiles of 8 rows; only odd, hence small, batches are padded."""
+    return jnp.pad(x, ((0, -x.shape[0] % ALIGNMENT),) + ((0, 0),) * (x.ndim - 1))
+
+
 def gemm(x, w, x_scale, w_scale, *, bias, residual, out_dtype, tiles: Tiles | None, on: Device | None = None):
     """See `jaxinfer.kernels.gemm.gemm`; `on` is the device whose table and count are used, None for the present one."""
-    rows = x.shape[0]
-    # Swizzled copies want whole tiles of 8 rows; only odd, hence small, batches are padded.
-    pad = -rows % ALIGNMENT
-    operands = {"x": jnp.pad(x, ((0, pad), (0, 0))), "w": w}
-    scheme = None
-    if x_scale is not None:
-        scheme = "row" if x_scale.ndim == 1 else "block"
-        operands["x_scale"] = jnp.pad(x_scale, ((0, 0),) * (x_scale.ndim - 1) + ((0, pad),))
-        operands["w_scale"] = w_scale
+    scheme, operands = prepare(x, w, x_scale, w_scale)
     if bias is not None:
         operands["bias"] = bias.astype(jnp.float32)
     if residual is not None:
-        operands["residual"] = jnp.pad(residual, ((0, pad), (0, 0)))
+        operands["residual"] = pad_rows(residual)
     problem = Problem(
-        m=rows + pad,
+        m=operands["x"].shape[0],
         n=w.shape[0],
         k=x.shape[1],
         dtype=x.dtype,
@@ -47,4 +55,4 @@ def gemm(x, w, x_scale, w_scale, *, bias, residual, out_dtype, tiles: Tiles | No
         residual=residual is not None,
     )
     on = on or device()
-    return matmul(problem, tiles or choose(problem, on), operands, on.multiprocessors)[:rows]
+    return matmul(problem, tiles or choose(problem, on), operands, on.multiprocessors)[: x.shape[0]]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.mosaic.gemm import prepare
 from jaxinfer.kernels.mosaic.gemm import reason_against as reason_against
 from jaxinfer.kernels.mosaic.matmul import ALIGNMENT, matmul
 from jaxinfer.kernels.tiles import Device, Problem, Tiles, choose, device
@@ -39,16 +40,9 @@ def grouped_gemm(
     x, w, group_sizes, x_scale, w_scale, *, out_dtype, tiles: Tiles | None, on: Device | None = None
 ) -> jax.Array:
     """See `jaxinfer.kernels.grouped_gemm.grouped_gemm`; `on` as in `gemm`."""
-    rows = x.shape[0]
-    pad = -rows % ALIGNMENT
-    operands = {"x": jnp.pad(x, ((0, pad), (0, 0))), "w": w}
-    scheme = None
-    if x_scale is not None:
-        scheme = "row" if x_scale.ndim == 1 else "block"
-        operands["x_scale"] = jnp.pad(x_scale, ((0, 0),) * (x_scale.ndim - 1) + ((0, pad),))
-        operands["w_scale"] = w_scale
+    scheme, operands = prepare(x, w, x_scale, w_scale)
     problem = Problem(
-        m=rows + pad,
+        m=operands["x"].shape[0],
         n=w.shape[1],
         k=x.shape[1],
         dtype=x.dtype,
@@ -59,4 +53,4 @@ def grouped_gemm(
     on = on or device()
     tiles = tiles or choose(problem, on)
     operands["schedule"], operands["row_tiles"] = schedule(group_sizes, problem.m, tiles.m)
-    return matmul(problem, tiles, operands, on.multiprocessors)[:rows]
+    return matmul(problem, tiles, operands, on.multiprocessors)[: x.shape[0]]

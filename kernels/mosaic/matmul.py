@@ -80,6 +80,8 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
         scratch["side_empty"] = plgpu.Barrier(num_arrivals=2)
     if tiles.order:
         scratch["turn"] = plgpu.Barrier(num_barriers=2)
+    if tiles.skew:
+        scratch["start"] = plgpu.Barrier()
     if problem.residual:
         scratch["residual_full"] = plgpu.Barrier(num_barriers=2)
     if problem.groups is not None:
@@ -246,6 +248,14 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
     def release(step):
         plgpu.barrier_arrive(scratch["empty"].at[slot_of(step)])
 
+    def stagger(done, k):
+        """The second warpgroup begins some steps after the first."""
+        if tiles.skew:
+            early = (warpgroup == 0) & (done == 0) & (k == min(tiles.skew, steps - 1))
+            pl.when(early)(lambda: plgpu.barrier_arrive(scratch["start"]))
+            late = (warpgroup == 1) & (done == 0) & (k == 0)
+            pl.when(late)(lambda: plgpu.barrier_wait(scratch["start"]))
+
     def row_scales(slot):
         """Block scales of the rows.  The commit orders this read before the next copy into the stage."""
         if problem.scheme != "block":
@@ -283,6 +293,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
         def step(k, sums):
             slot = slot_of(done + k)
             w_scales = column_scales(tile, first_column, parts, part, k)
+            stagger(done, k)
             plgpu.barrier_wait(scratch["full"].at[slot])
             if tiles.order:
                 plgpu.barrier_wait(scratch["turn"].at[warpgroup])
@@ -354,6 +365,7 @@ def _multiply(problem, tiles, operands, out, scratch, warpgroup):
         def product(accumulator):
             def step(k, _):
                 slot = slot_of(done + k)
+                stagger(done, k)
                 plgpu.barrier_wait(scratch["full"].at[slot])
                 wgmma(accumulator, slot)
                 # The products of the step before are finished, so its stage may be filled again.

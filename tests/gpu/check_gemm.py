@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import fcntl
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -58,13 +57,14 @@ ALIGNED = [128, 256, 0, 384, 128, 104]
 SMALL = "64x128/7", "64x256/4", "64x64/8", "128x64/7"
 WIDE = (
     *("128x192/4", "128x192/4/c2w", "128x192/4/c2x", "128x160/4", "128x128/5"),
-    *("128x192/4/h2", "128x192/4/o1", "128x192/4/r16", "128x128/5/c2w"),
+    *("128x192/4/s1", "128x192/4/o1", "128x192/4/r16", "128x128/5/c2w"),
 )
 THOROUGH = (
-    *("128x192/4/h1", "128x192/4/o2", "128x192/3", "128x160/4/h2", "128x160/4/c2w", "128x192/4/r4"),
-    *("128x192/4/o1/c2w", "128x192/4/h2/c2w", "128x192/4/r16/c2w", "128x128/5/h2"),
+    *("128x192/4/h1", "128x192/4/h2", "128x192/4/o2", "128x192/3", "128x160/4/h2", "128x160/4/c2w", "128x192/4/r4"),
+    *("128x192/4/o1/c2w", "128x192/4/h1/c2w", "128x192/4/r16/c2w", "128x192/4/s1/c2w", "128x128/5/h2"),
+    *("128x192/4/s2", "128x160/5", "128x160/5/s2", "128x128/5/s2"),
 )
-EXACT = "128x256/4", "128x256/4/c2w", "128x256/3", "128x256/4/r16", "128x192/4"
+EXACT = "128x256/4", "128x256/4/c2w", "128x256/4/s1", "128x256/4/s2", "128x256/3", "128x256/4/r16", "128x192/4"
 GROUPED_WIDE = "128x192/4", "128x160/4", "128x128/5", "128x192/4/c2x", "128x192/4/r16", "128x192/4/h2"
 FEW_ROWS = "64x128/6", "64x256/4", "64x128/4", "128x128/5"
 
@@ -78,7 +78,7 @@ def tiles_of(name: str) -> Tiles:
         if part[0] == "c":
             fields |= {"cluster": int(part[1]), "shared": part[2]}
         else:
-            fields[{"r": "raster", "h": "halves", "o": "order"}[part[0]]] = int(part[1:])
+            fields[{"r": "raster", "h": "halves", "o": "order", "s": "skew"}[part[0]]] = int(part[1:])
     return Tiles(m=int(m), n=int(n), stages=int(stages), **fields)
 
 
@@ -178,7 +178,7 @@ def checks() -> dict[str, Callable[[], dict]]:
             dense(form, 1000, 2112, 7168, "normal", tiles)
     dense("block", 300, 576, 1024, "normal", extra=True)
     for form in ("row", "block"):
-        for option in ("h1", "h2", "o1", "o2"):
+        for option in ("h1", "h2", "o1", "o2", "s2"):
             dense(form, 1000, 2112, 7168, "normal", f"128x192/4/{option}")
     found["check gemm row, more than 2^31 elements"] = functools.partial(check_large_offsets, 65544, 36864, 128)
     for scales in ("f32", "ue8m0"):
@@ -200,7 +200,8 @@ class Alone:
         self.file.close()
 
 
-def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: str | None) -> dict:
+def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: str, uneven: bool = False) -> dict:
+    """One choice of tiles; groups of any size where `uneven` or few rows a group, else multiples of 128."""
     from tests.gpu.products import ROTATED, random_operands, seconds_jax, shapes_of
 
     x, w, *scales = shapes_of(form, m, n, k, groups)
@@ -208,17 +209,19 @@ def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: s
     one = functools.partial(
         gemm if groups is None else grouped_gemm,
         implementation="mosaic",
-        tiles=None if tiles is None else tiles_of(tiles),
+        tiles=tiles_of(tiles),
     )
     one = jax.jit(one)
     program = jax.jit(lambda *sets: [one(*operands) for operands in sets])
     compiled = program.lower(*[(x, w, *sizes, *scales)] * ROTATED).compile()
     with Alone():
-        seconds, both = seconds_jax(compiled, random_operands(form, groups, m, n, k), "gemm")
+        unit = 1 if uneven or m // (groups or 1) < 128 else 128
+        seconds, both = seconds_jax(compiled, random_operands(form, groups, m, n, k, unit), "gemm")
         random_operands.cache_clear()
     flops = 2 * m * n * k
     said = f"{seconds * 1e6:.1f} us ({both * 1e6:.1f} with others), {flops / seconds / 1e12:.0f} TFLOP/s"
-    return {"key": [form, groups, m, n, k], "tiles": tiles, "seconds": seconds, "both": both, "said": said}
+    answer = {"tiles": tiles, "seconds": seconds, "both": both, "said": said}
+    return answer if uneven else answer | {"key": [form, groups, m, n, k]}
 
 
 def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> dict:
@@ -289,24 +292,24 @@ def timings() -> dict[str, Callable[[], dict]]:
             else:
                 found[name] = functools.partial(time_product, form, groups, *shape, tiles)
 
-    for form, shape in itertools.product(("row", "block"), DENSE):
-        if shape[0] == 128:
-            add(form, shape, None, *(("torch",) if form == "row" else ()), *SMALL)
-            continue
-        if form == "row":
-            add(form, shape, None, "torch")
-        add(form, shape, None, *WIDE)
-        if shape in ((8192, 7168, 2048), (8192, 4096, 7168)):
-            add(form, shape, None, *THOROUGH)
+    thorough, *others = DENSE
+    for form, shape in (("row", thorough), ("row", others[0]), ("block", others[0])):
+        add(form, shape, None, *(("torch",) if form == "row" else ()), *WIDE, *THOROUGH)
     for groups, *shape in GROUPED:
         few = shape[0] // groups <= 64
         add("row", shape, groups, "torch")
+        if not few:
+            name = f"time row {groups} x {'x'.join(map(str, shape))} 128x192/4, uneven groups"
+            found[name] = functools.partial(time_product, "row", groups, *shape, "128x192/4", uneven=True)
         for form in ("row", "block"):
             add(form, shape, groups, *(FEW_ROWS if few else GROUPED_WIDE))
         for form in ("int8", "bf16"):
             add(form, shape, groups, *(("64x256/4",) if few else ("128x256/3", "128x192/4")))
     for shape in DENSE:
         add("int8", shape, None, *(SMALL if shape[0] == 128 else EXACT))
+        add("row", shape, None, "torch")
+        for form in ("row", "block"):
+            add(form, shape, None, *(SMALL if shape[0] == 128 else WIDE))
     add("bf16", (8192, 4096, 7168), None, "torch", *EXACT)
     for form in ("row", "block", "int8"):
         for name in ("quantize", "rms_norm_quantize", "swiglu_quantize"):

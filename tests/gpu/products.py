@@ -80,8 +80,11 @@ def random_bits(form: str, *shape: int) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1)
-def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> list[tuple]:
-    """Several sets of operands for timing; a weight that fills the L2 is shared by all."""
+def random_operands(form: str, groups: int | None, m: int, n: int, k: int, unit: int = 128) -> list[tuple]:
+    """Several sets of operands for timing; a weight that fills the L2 is shared by all.
+
+    Sizes of groups are multiples of `unit`, as DeepGEMM's are of 128.
+    """
     front = () if groups is None else (groups,)
     w, found = None, []
     for _ in range(ROTATED):
@@ -96,7 +99,7 @@ def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> li
     if groups is None:
         return found
     rng = np.random.default_rng(0)
-    sizes = jnp.asarray(rng.multinomial(m, rng.dirichlet(np.full(groups, 50.0))), jnp.int32)
+    sizes = jnp.asarray(unit * rng.multinomial(m // unit, rng.dirichlet(np.full(groups, 50.0))), jnp.int32)
     return [(x, w, sizes, *scales) for x, w, *scales in found]
 
 

@@ -54,6 +54,8 @@ INTERPRETED = [
     ("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=1)),
     pytest.param("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=2), marks=pytest.mark.slow),
     ("fp8 block", 136, 192, 384, Tiles(m=128, n=128, stages=2, halves=1)),
+    ("fp8 row", 136, 192, 256, Tiles(m=128, n=192, stages=3, skew=2)),
+    ("bf16", 136, 192, 256, Tiles(m=128, n=192, stages=3, skew=1)),
 ]
 
 
