@@ -377,6 +377,7 @@ def main() -> int:
     parser.add_argument("--case", help="run one case here and print its answer")
     arguments = parser.parse_args()
     cases = checks() | timings()
+    os.environ.setdefault(LOCK, str(Path(tempfile.mkdtemp()) / "lock"))
     if arguments.case:
         print(cases[arguments.case]())
         return 0
@@ -385,12 +386,10 @@ def main() -> int:
         return 0
     begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    lock = Path(tempfile.mkdtemp()) / "lock"
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         # Every kernel launched for itself, so that each run has the same ones.
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
-        LOCK: str(lock),
     }
     answers: dict[str, dict] = {}
     names = [name for name in cases if not arguments.only or arguments.only in name]
