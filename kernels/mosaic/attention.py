@@ -48,6 +48,7 @@ class Blocks:
     auto_barriers: bool = True
     named: bool = False
     cluster: int = 1
+    ahead: bool = False
 
     def __post_init__(self):
         if self.warpgroups not in _REGISTERS or self.keys % 64 or self.stages < 1:
@@ -327,6 +328,14 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
             weights, top, total, _ = softmax(scores, top, total, (0, limit))
             weights = weights.astype(jnp.bfloat16)
 
+            def await_keys(index):
+                @pl.when(index < tiles)
+                def _():
+                    plgpu.barrier_wait(scratch["k_full"].at[slot_of(done + index)])
+
+            if blocks.ahead:
+                await_keys(1)
+
             def step(index, carry, masked):
                 weights, top, total = carry
                 slot, last = slot_of(done + index), slot_of(done + index - 1)
@@ -347,7 +356,8 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
                     return scores[...]
 
                 def scores_then_values(scores):
-                    plgpu.barrier_wait(scratch["k_full"].at[slot])
+                    if not blocks.ahead:
+                        plgpu.barrier_wait(scratch["k_full"].at[slot])
                     _take()
                     start_scores(scores, slot)
                     plgpu.barrier_wait(scratch["v_full"].at[last])
@@ -368,6 +378,8 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
                 new_weights, top, total, decay = softmax(scores, top, total, mask)
                 if not blocks.values_first:
                     new_weights = lax.optimization_barrier(new_weights)
+                if blocks.ahead:
+                    await_keys(index + 1)
                 out = acc[...]
                 if not blocks.values_first:
                     plgpu.barrier_arrive(scratch["v_empty"].at[last])

@@ -72,6 +72,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pv,qk early": {"values_first": True, "handover": "early"},
     "qk,pv none": {"handover": "none"},
     "pv,qk none": {"values_first": True, "handover": "none"},
+    "qk,pv late named, ahead": {"named": True, "ahead": True},
+    "qk,pv early named, ahead": {"named": True, "handover": "early", "ahead": True},
     "qk,pv late named, no barriers": {"named": True, "auto_barriers": False},
     "pv,qk late named, no barriers": {"values_first": True, "named": True, "auto_barriers": False},
     "3 wg, 64 keys, pv,qk named": {"warpgroups": 3, "keys": 64, "stages": 3, "values_first": True, "named": True},
