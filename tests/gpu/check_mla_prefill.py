@@ -92,6 +92,7 @@ VARIANTS_E4M3: dict[str, dict[str, Any]] = {
     "e4m3, 4 stages": {"named": True, "stages": 4},
     "e4m3, no turns": {"handover": "none", "stages": 3},
     "e4m3, 3 stages, no barriers": {"named": True, "stages": 3, "auto_barriers": False},
+    "e4m3, 64 keys, 6 stages": {"named": True, "keys": 64, "stages": 6},
     "e4m3, 3 stages, cluster": {"named": True, "stages": 3, "cluster": 2},
 }
 
