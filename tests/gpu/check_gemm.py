@@ -397,7 +397,7 @@ def main() -> int:
         chosen = [name for name in names if name.startswith(phase)]
         left = arguments.seconds - (time.monotonic() - begin)
         if chosen:
-            answers |= workers.run(MODULE, chosen, arguments.workers, 60, left, environment)
+            answers |= workers.run(MODULE, chosen, arguments.workers, 40, left, environment)
         faulty = [name for name in chosen if "good" not in answers.get(name, {"good": 1}) and phase == "check "]
         if faulty:
             sanitize(min(faulty, key=list(cases).index), arguments.out, 60)
