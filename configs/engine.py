@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PRECISIONS = ("auto", "fp32", "bf16")
+PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
 KV_FORMATS = ("auto", "fp32", "bf16")
 ATTENTION_POLICIES = ("auto", "dense")
 WEIGHTS = ("auto", "random")
@@ -23,7 +23,13 @@ class EngineOptions:
     mesh: str = ""
     """Comma-separated axis=size with the axes dp, cp, ep, tp; empty: one device."""
     precision: str = "auto"
-    """Type of weights and arithmetic: auto is fp32 on CPU and bf16 on a GPU."""
+    """Type of weights and arithmetic: auto is fp32 on CPU and bf16 on a GPU.
+
+    fp8 and int8 hold the matrices of attention and feed-forward quantised, and quantise what they are multiplied with;
+    everything else stays in the type of auto.
+    """
+    unquantized_first_ffn: bool = False
+    """With fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised."""
     kv: str = "auto"
     """Type of the latent cache: auto follows precision."""
     attention: str = "auto"

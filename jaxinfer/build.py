@@ -19,6 +19,7 @@ from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.step import Capacity
 from jaxinfer.model.params import Tree
+from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import rope_table
 from jaxinfer.model.transformer import parameter_specs
 from jaxinfer.sharding import mesh as meshes
@@ -55,15 +56,15 @@ def build_engine(
     rules = Rules(shape, shard_dense=options.shard_dense_weights)
     _log_replicated(config, rules)
 
-    precision = ("bf16" if on_gpu else "fp32") if options.precision == "auto" else options.precision
-    dtype = jnp.dtype(_TYPES[precision])
-    kv_dtype = jnp.dtype(_TYPES[precision if options.kv == "auto" else options.kv])
+    precision = _precision(options, source, on_gpu)
+    kv_dtype = precision.dtype if options.kv == "auto" else jnp.dtype(_TYPES[options.kv])
     phase("loading")
-    params = source.load(parameter_specs(config, rules, mesh, dtype), progress)
-    capacity = _capacity(options, config, params, rules, mesh, kv_dtype, on_gpu)
+    params = source.load(parameter_specs(config, rules, mesh, precision), progress)
+    capacity = _capacity(options, config, precision, params, rules, mesh, kv_dtype, on_gpu)
 
     runner = Runner(
         config,
+        precision,
         params,
         _rope(config, capacity.max_context, mesh),
         cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv_dtype),
@@ -83,9 +84,17 @@ def build_engine(
     )
 
 
+def _precision(options: EngineOptions, source: ModelSource, on_gpu: bool) -> Precision:
+    """What the options ask for; `auto` takes a folder that was converted to fp8 or int8 as it is."""
+    plain = "bf16" if on_gpu else "fp32"
+    name = (source.quantized or plain) if options.precision == "auto" else options.precision
+    return Precision.named(name, source.config, jnp.dtype(_TYPES[plain]), first_ffn=not options.unquantized_first_ffn)
+
+
 def _capacity(
     options: EngineOptions,
     config: ModelConfig,
+    precision: Precision,
     params: Tree,
     rules: Rules,
     mesh: Mesh,
@@ -113,7 +122,7 @@ def _capacity(
     page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, kv_dtype))[0]
     page_bytes = math.prod(page.sharding.shard_shape(page.shape)) * kv_dtype.itemsize
     fit = pages_that_fit(
-        config, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
+        config, precision, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
     )
     # Pages for one request of the full context, and beyond that what the memory of a GPU holds; on CPU, a few more.
     one = layout.pages_needed(wanted, 0, 0)

@@ -55,7 +55,18 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "device. Without a GPU, virtual CPU devices are made",
     )
     flags.DEFINE_enum(
-        "precision", "auto", PRECISIONS, "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU"
+        "precision",
+        "auto",
+        PRECISIONS,
+        "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU, or what a converted folder was quantised "
+        "to. fp8 and int8 hold the matrices of attention and feed-forward in 8 bits with scales (the 128x128 blocks of "
+        "an FP8 checkpoint as they are, else one scale per output channel) and quantise their inputs token by token; "
+        "router, embedding, norms, attention itself and logits stay as with auto",
+    )
+    flags.DEFINE_bool(
+        "unquantized_first_ffn",
+        False,
+        "with fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised",
     )
     define_choice("kv", KV_FORMATS, "type of the latent cache: auto follows --precision")
     define_choice("attention", ATTENTION_POLICIES, "which positions a query reads: auto is dense")

@@ -39,6 +39,7 @@ class LLM:
         weights: str = "auto",
         overrides: Mapping[str, Any] | None = None,
         shard_dense_weights: bool = False,
+        unquantized_first_ffn: bool = False,
     ) -> None:
         """Loads and compiles a model; the arguments are the fields of `EngineOptions`.
 
@@ -62,6 +63,7 @@ class LLM:
             weights=weights,
             overrides=overrides,
             shard_dense_weights=shard_dense_weights,
+            unquantized_first_ffn=unquantized_first_ffn,
         )
         self._start(build_engine(options))
 

@@ -66,10 +66,15 @@ class ModelSource:
         self.config = preset(self.name, overrides)
         self.tokenizer = byte_tokenizer() if self.name == "tiny-random" else None
 
+    @property
+    def quantized(self) -> str | None:
+        """The precision that a converted folder is quantised to, `fp8` or `int8`; None for every other model."""
+        return None if self._checkpoint is None else self._checkpoint.quantized
+
     def load(self, specs: Tree, progress: bool) -> Tree:
         """The weights in the shapes, types and shardings of `specs`; `progress` shows a bar on stderr."""
         if self._dials is not None and self._options.weights != "random":
             return probe_parameters(specs, self.config, self._dials, self._options.seed)
         if self._checkpoint is None or self._options.weights == "random":
-            return random_parameters(specs, self._options.seed)
+            return random_parameters(specs, self.config, self._options.seed)
         return self._checkpoint.load(specs, progress=progress)

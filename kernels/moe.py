@@ -1,27 +1,29 @@
 """The routed experts that one device holds."""
 
-from jaxtyping import Array, Float, Int
+import jax
+import jax.numpy as jnp
 
+from jaxinfer.kernels.grouped_moe import grouped_moe_experts
+from jaxinfer.kernels.quantized import Activation, Quantized, Weight
 from jaxinfer.kernels.reference import moe as reference
 
 
 def moe_experts(
-    x: Float[Array, "T d"],
-    experts: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    gate_up: Float[Array, "E 2 I d"],
-    down: Float[Array, "E d I"],
-) -> Float[Array, "T d"]:
+    x: Activation, experts: jax.Array, weights: jax.Array, gate_up: Weight, down: Weight, *, dtype=jnp.float32
+) -> jax.Array:
     """Weighted sum of SwiGLU experts over the tokens routed to them; no token is ever dropped.
 
     Args:
-        x: `[T, d]` tokens.
+        x: `[T, d]` tokens, in the form that `gate_up` is multiplied with.
         experts: `[T, k]` int32, the experts of each token, distinct; values outside `0 .. E-1` belong to other devices
             and add nothing.
         weights: `[T, k]` float32 routing weights.
         gate_up: `[E, 2, I, d]`, the gate and up projections of each expert.
         down: `[E, d, I]`.
+        dtype: of what lies between two quantised products.
 
     Returns: `[T, d]` float32, `sum_k weights[t, k] * down(silu(gate x) * up x)`.
     """
+    if isinstance(down, Quantized):
+        return grouped_moe_experts(x, experts, weights, gate_up, down, dtype)
     return reference.moe_experts(x, experts, weights, gate_up, down)

@@ -46,9 +46,15 @@ class Rules:
     gathered: bool = False
 
     def axes(self, name: str | None, size: int) -> tuple[str, ...]:
-        """The mesh axes (of size > 1) that divide a dimension of `size` called `name`, outermost first."""
+        """The mesh axes (of size > 1) that divide a dimension of `size` called `name`, outermost first.
+
+        A name such as "mlp/128" is divided like "mlp", but in multiples of 128 only.
+        """
         if name is None:
             return ()
+        name, _, unit = name.partition("/")
+        if unit:
+            size = size // int(unit) if size % int(unit) == 0 else 1
         if name not in TABLE:
             raise ValueError(f"expected a logical axis of {sorted(TABLE)}, got {name!r}")
         allowed = TABLE[name]
@@ -87,7 +93,7 @@ class Rules:
 
     def replicated_because(self, name: str, size: int) -> str | None:
         """Why a dimension is divided less than the mesh allows, for the start-up log; None if it is not."""
-        allowed = tuple(axis for axis in TABLE[name] if self.mesh.sizes[axis] > 1)
+        allowed = tuple(axis for axis in TABLE[name.partition("/")[0]] if self.mesh.sizes[axis] > 1)
         chosen = self.axes(name, size)
         if self.size(chosen) >= self.size(allowed):
             return None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import parameter_specs
 from jaxinfer.sharding.mesh import make, parse
 from jaxinfer.sharding.rules import Rules
@@ -20,10 +21,15 @@ Tensors = dict[str, tuple[str, np.ndarray]]
 _TYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F8_E4M3": jnp.float8_e4m3fn, "I32": np.int32}
 
 
-def specs_on(mesh: str, config: ModelConfig, dtype: Any = np.float32, shard_dense: bool = True) -> dict[str, Any]:
-    """The parameters of `config` placed on a mesh such as "cp=8"."""
+def specs_on(
+    mesh: str, config: ModelConfig, dtype: Any = np.float32, shard_dense: bool = True, precision: str | None = None
+) -> dict[str, Any]:
+    """The parameters of `config` placed on a mesh such as "cp=8", in `dtype`, or in `precision` with the rest in it."""
     shape = parse(mesh)
-    return parameter_specs(config, Rules(shape, shard_dense=shard_dense), make(shape), jnp.dtype(dtype))
+    held = Precision(jnp.dtype(dtype))
+    if precision is not None:
+        held = Precision.named(precision, config, jnp.dtype(dtype))
+    return parameter_specs(config, Rules(shape, shard_dense=shard_dense), make(shape), held)
 
 
 def read_tensors(file: Path) -> Tensors:

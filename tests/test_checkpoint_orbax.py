@@ -85,8 +85,8 @@ def test_bad_requests(tmp_path: Path, converted: Path):
         convert(converted, tmp_path / "out")
     with pytest.raises(ValueError, match="two different folders"):
         convert(oracle("deepseek_v3"), oracle("deepseek_v3"), overwrite=True)
-    with pytest.raises(ValueError, match="'fp8'"):
-        convert(oracle("deepseek_v3"), tmp_path / "out", precision="fp8")
+    with pytest.raises(ValueError, match="'fp4'"):
+        convert(oracle("deepseek_v3"), tmp_path / "out", precision="fp4")
     assert not (tmp_path / "out").exists()
 
 

@@ -15,29 +15,31 @@ from tests.checkpoints import assert_trees_equal, specs_on
 def test_the_same_values_on_every_mesh(mesh: str):
     config = preset("tiny-random")
     specs = specs_on(mesh, config)
-    params = random_parameters(specs, seed=3)
-    assert_trees_equal(params, random_parameters(specs_on("cp=1", config), seed=3))
+    params = random_parameters(specs, config, seed=3)
+    assert_trees_equal(params, random_parameters(specs_on("cp=1", config), config, seed=3))
     assert jax.tree.map(lambda spec: spec.sharding, specs) == jax.tree.map(lambda array: array.sharding, params)
 
 
 def test_values_do_not_change_from_version_to_version():
     """Recorded: a prompt's greedy answer by the built-in model stays what it was."""
-    params = random_parameters(specs_on("cp=1", preset("tiny-random")))
+    config = preset("tiny-random")
+    params = random_parameters(specs_on("cp=1", config), config)
     embed = np.asarray(params["embed"])
     np.testing.assert_allclose(embed[0, :4], [0.7037574, -1.5539923, -0.4442541, 0.7699507], rtol=1e-6)
 
 
 def test_seed_and_name_change_the_values():
-    specs = specs_on("cp=1", preset("tiny-random"))
-    first, second = random_parameters(specs, seed=0), random_parameters(specs, seed=1)
+    config = preset("tiny-random")
+    specs = specs_on("cp=1", config)
+    first, second = random_parameters(specs, config, seed=0), random_parameters(specs, config, seed=1)
     assert not np.array_equal(first["embed"], second["embed"])
     assert not np.array_equal(first["embed"], np.asarray(first["head"]) * 8)
 
 
 def test_lower_precision_is_the_rounded_value():
     config = preset("tiny-random")
-    full = random_parameters(specs_on("cp=1", config))
-    half = random_parameters(specs_on("cp=1", config, jnp.bfloat16))
+    full = random_parameters(specs_on("cp=1", config), config)
+    half = random_parameters(specs_on("cp=1", config, jnp.bfloat16), config)
     assert half["embed"].dtype == jnp.bfloat16
     assert_trees_equal(half, jax.tree.map(lambda array, like: array.astype(like.dtype), full, half))
 
@@ -48,7 +50,7 @@ def test_spread_of_each_kind_of_parameter():
     )
     params = {
         ".".join(path): np.asarray(value)
-        for path, value in flatten(random_parameters(specs_on("cp=1", config))).items()
+        for path, value in flatten(random_parameters(specs_on("cp=1", config), config)).items()
     }
     expected = {
         "embed": 1.0,
@@ -72,7 +74,7 @@ def test_spread_of_each_kind_of_parameter():
 def test_neighbours_are_independent():
     """Rows, columns, layers and experts do not repeat or follow one another."""
     config = preset("tiny-random", {"num_layers": 5})
-    gate_up = np.asarray(random_parameters(specs_on("cp=1", config))["moe"]["moe"]["gate_up"], np.float64)
+    gate_up = np.asarray(random_parameters(specs_on("cp=1", config), config)["moe"]["moe"]["gate_up"], np.float64)
     for axis in range(gate_up.ndim):
         ahead = np.moveaxis(gate_up, axis, 0)
         correlation = np.corrcoef(ahead[1:].ravel(), ahead[:-1].ravel())[0, 1]

@@ -22,6 +22,8 @@ class Checkpoint:
     folder: Path
     kind: Literal["huggingface", "converted"]
     config: ModelConfig
+    quantized: str | None = None
+    """`fp8` or `int8` if the folder was converted to it."""
 
     def load(self, specs: dict[str, Any], progress: bool = True) -> dict[str, Any]:
         """The parameter tree in the shapes, types and shardings of `specs` (see `model.transformer.parameter_specs`).
@@ -30,7 +32,7 @@ class Checkpoint:
         Raises CheckpointError if the content does not fit the configuration or `specs`.
         """
         if self.kind == "converted":
-            return orbax.restore(self.folder, specs)
+            return orbax.restore(self.folder, specs, self.quantized)
         return huggingface.load(self.folder, self.config, specs, progress)
 
 
@@ -42,7 +44,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder).expanduser()
     if (folder / orbax.DESCRIPTION).is_file():
-        return Checkpoint(folder, "converted", orbax.read_config(folder))
+        return Checkpoint(folder, "converted", *orbax.read_description(folder))
     if (folder / "config.json").is_file():
         config = from_hf(_read_object(folder / "config.json"))
         generation = folder / "generation_config.json"

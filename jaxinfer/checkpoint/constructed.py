@@ -18,9 +18,11 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.mapping import TreePath
+from jaxinfer.checkpoint.quantize import quantized_parameter
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.probe import CLUSTERS, ProbeDials
+from jaxinfer.kernels.quantized import Quantized
 from jaxinfer.model.rope import inverse_frequencies, softmax_scale
 
 _SLOT = 64
@@ -36,7 +38,7 @@ _HEAD_SCALE = 20.0
 
 
 def probe_parameters(specs: dict[str, Any], config: ModelConfig, dials: ProbeDials, seed: int) -> dict[str, Any]:
-    """The weights in the shapes, types and shardings of `specs` (nested dict of `jax.ShapeDtypeStruct`).
+    """The weights in the shapes, types and shardings of `specs` (see `model.transformer.parameter_specs`).
 
     `config` is the preset `retrieval-probe`, whose sizes this construction is made for; `seed` draws the codes.
     """
@@ -47,10 +49,12 @@ def probe_parameters(specs: dict[str, Any], config: ModelConfig, dials: ProbeDia
     made |= {("moe", *path): value for path, value in _matching_layer(config, dials, rng).items()}
     flat = flatten(specs)
 
-    def parameter(path: TreePath, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def parameter(path: TreePath, spec: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
         value = np.zeros(spec.shape, np.float32)
         if path in made:
             value[:] = made[path]
+        if isinstance(spec, Quantized):
+            return quantized_parameter(value, spec)
         return jax.device_put(value.astype(spec.dtype), spec.sharding)
 
     return unflatten({path: parameter(path, spec) for path, spec in flat.items()})

@@ -2,11 +2,13 @@
 
 Everything that can be wrong with a checkpoint is found from the headers of its files, before any weight is read.  Then
 each tensor is read once, in the order of the files; each device gets the part that it holds and writes it into its
-shard, dequantising and casting there.  Host memory holds a few tensors at a time.
+shard, dequantising and casting there.  What has to be quantised passes through the first device of its shards first.
+Host memory holds a few tensors at a time.
 """
 
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from jaxinfer.checkpoint.mapping import Source, TreePath, shapes_of, sources
 from jaxinfer.checkpoint.tensors import Tensor, files_of, read_headers
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.quantize import BLOCK, Scheme, quantize_weight
+from jaxinfer.kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
 
 _SCALE = "_scale_inv"
-_QUANTISED = "F8_E4M3"
+_QUANTIZED = "F8_E4M3"
 _PLAIN = ("F32", "F16", "BF16")
 _SCALES = ("F32", "BF16", "F8_E8M0")
 
@@ -37,9 +41,10 @@ _IN_FLIGHT_BYTES = 256 << 20
 def load(folder: Path, config: ModelConfig, specs: dict[str, Any], progress: bool = True) -> dict[str, Any]:
     """The weights of a Hugging Face folder as the parameter tree that `specs` describes.
 
-    `specs` is a nested dict of `jax.ShapeDtypeStruct` with `sharding`; the result is the same with `jax.Array`s. FP8
-    weights (e4m3, with `weight_scale_inv` for each block of `config.weight_block_size`) are multiplied by their scales
-    in float32 and cast to the type of the spec.  `progress` shows a bar in bytes on stderr.
+    `specs` is a nested dict of `jax.ShapeDtypeStruct` with `sharding`, or `Quantized` ones; the result is the same with
+    `jax.Array`s. FP8 weights (e4m3, with `weight_scale_inv` for each block of `config.weight_block_size`) are taken
+    with their scales, bit for bit, where the spec is quantised in such blocks; else they are multiplied by their scales
+    in float32, and cast to the type of the spec or quantised to it.  `progress` shows a bar in bytes on stderr.
 
     Raises CheckpointError naming all tensors that are missing, unexpected, of the wrong shape or type, and scales
     without weights or weights without scales; ValueError if `specs` are not those of `config`.
@@ -54,7 +59,10 @@ def load(folder: Path, config: ModelConfig, specs: dict[str, Any], progress: boo
     for path, made_of in wanted.items():
         for source in made_of:
             uses.setdefault(source.name, []).append((path, source))
-    parameters = {path: _Parameter(spec) for path, spec in flat_specs.items()}
+    parameters = {
+        path: _QuantizedParameter(spec) if isinstance(spec, Quantized) else _Parameter(spec)
+        for path, spec in flat_specs.items()
+    }
     order = sorted(uses, key=lambda name: (tensors[name].file, tensors[name].offset))
     total = sum(tensors[name].size for name in order)
     in_flight = 0
@@ -107,6 +115,8 @@ class _Parameter:
             if not all(0 <= s < high - low for s, (low, high) in zip(start, bounds[:lead], strict=True)):
                 continue
             ranges = tuple(slice(low, high) for low, high in bounds[lead:])
+            if view[ranges].size == 0:  # a shard of zeros that fill a quantised weight up
+                continue
             scaling = None
             if scale is not None and block is not None:
                 # Which scale belongs to which row and column of this piece.
@@ -134,34 +144,87 @@ class _Parameter:
         )
 
 
+class _QuantizedParameter:
+    """A quantised parameter being filled: its values, and its scales as a parameter of their own."""
+
+    def __init__(self, spec: Quantized):
+        self.spec = spec
+        self.values, self.scale = _Parameter(spec.values), _Parameter(spec.scale)
+
+    def write(self, source: Source, data: np.ndarray, scale: np.ndarray | None, block: tuple[int, int] | None):
+        """Writes a tensor of the file where `source` says: in its own blocks where they are those of the parameter."""
+        if scale is None or self.spec.scheme != "block" or block != (BLOCK, BLOCK):
+            data, scale = self._quantized(data, scale, block)
+        rows, columns = (source.rows, ()) if scale.ndim == 1 else (scale.shape[:1], scale.shape[1:])
+        self.values.write(source, data, None, None)
+        self.scale.write(Source(source.name, source.index, rows, columns), scale, None, None)
+
+    def _quantized(self, data, scale, block) -> tuple[np.ndarray, np.ndarray]:
+        scaling = None
+        if scale is not None:
+            rows, columns = (
+                np.arange(size, dtype=np.int32) // per for size, per in zip(data.shape, block, strict=True)
+            )
+            scaling = (scale, rows, columns)
+        data, scaling = jax.device_put((data, scaling), next(iter(self.values.devices.values()))[0])
+        values, scale = _quantize(data, scaling, self.spec.scheme, self.spec.dtype)
+        return np.asarray(values), np.asarray(scale)
+
+    def wait(self):
+        """Returns when the devices have taken everything written so far."""
+        self.values.wait()
+        self.scale.wait()
+
+    def finish(self) -> Quantized:
+        """The parameter; this object is of no use afterwards."""
+        return replace(self.spec, values=self.values.finish(), scale=self.scale.finish())
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _quantize(
+    data: jax.Array, scaling: tuple[jax.Array, jax.Array, jax.Array] | None, scheme: Scheme, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """A whole tensor quantised; `scaling` as in `_write`."""
+    return quantize_weight(data if scaling is None else _dequantized(data, *scaling), scheme=scheme, dtype=dtype)
+
+
+def _dequantized(piece: jax.Array, scale: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    return piece.astype(jnp.float32) * scale[rows][:, columns].reshape(piece.shape)
+
+
 @partial(jax.jit, donate_argnums=0)
 def _write(
     buffer: jax.Array, start: jax.Array, piece: jax.Array, scaling: tuple[jax.Array, jax.Array, jax.Array] | None
 ) -> jax.Array:
     """`buffer` with `piece` at `start`; `scaling`: the table of scales and the place there of each row and column."""
     if scaling is not None:
-        scale, rows, columns = scaling
-        by_row_and_column = scale[rows][:, columns].reshape(piece.shape)
-        piece = piece.astype(jnp.float32) * by_row_and_column
+        piece = _dequantized(piece, *scaling)
     piece = piece.astype(buffer.dtype)
     piece = piece.reshape((1,) * (buffer.ndim - piece.ndim) + piece.shape)
     return lax.dynamic_update_slice(buffer, piece, [start[dim] for dim in range(buffer.ndim)])
 
 
-def _check_specs(wanted: dict[TreePath, list[Source]], specs: dict[TreePath, jax.ShapeDtypeStruct]):
+def _check_specs(wanted: dict[TreePath, list[Source]], specs: dict[TreePath, Any]):
     """Raises ValueError unless `specs` are exactly the parameters of the model, with shardings."""
     shapes = shapes_of(wanted)
     came = {path: tuple(spec.shape) for path, spec in specs.items()}
     differing = [
         f"{'.'.join(path)}: expected {shapes.get(path)}, got {came.get(path)}"
         for path in dict.fromkeys([*shapes, *came])
-        if shapes.get(path) != came.get(path)
+        if path not in shapes or path not in came or not _fits(shapes[path], came[path], specs[path])
     ]
     if differing:
         raise ValueError("the parameter specs are not those of the model: " + "; ".join(differing))
     unplaced = [".".join(path) for path, spec in specs.items() if spec.sharding is None]
     if unplaced:
         raise ValueError(f"expected a sharding in every parameter spec, found none in {', '.join(unplaced)}")
+
+
+def _fits(shape: tuple[int, ...], came: tuple[int, ...], spec: jax.ShapeDtypeStruct | Quantized) -> bool:
+    """Whether a parameter of `shape` fits a spec of shape `came`, which a quantised one may have filled up."""
+    if not isinstance(spec, Quantized) or len(shape) != len(came):
+        return shape == came
+    return all(size in (wanted, -(-wanted // BLOCK) * BLOCK) for wanted, size in zip(shape, came, strict=True))
 
 
 def _check_tensors(folder: Path, config: ModelConfig, wanted: dict[TreePath, list[Source]], tensors: dict[str, Tensor]):
@@ -185,7 +248,7 @@ def _check_tensors(folder: Path, config: ModelConfig, wanted: dict[TreePath, lis
             continue
         if tensor.shape != shape:
             faults["of the wrong shape"].append(f"{name} (expected {list(shape)}, got {list(tensor.shape)})")
-        if tensor.dtype == _QUANTISED and len(shape) == 2:
+        if tensor.dtype == _QUANTIZED and len(shape) == 2:
             if scale is None:
                 faults["quantised without a scale"].append(name)
             elif config.weight_block_size is None:

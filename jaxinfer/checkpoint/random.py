@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.checkpoint.mapping import TreePath
+from jaxinfer.checkpoint.mapping import TreePath, shapes_of, sources
+from jaxinfer.checkpoint.quantize import quantize_stack
 from jaxinfer.checkpoint.tree import flatten, unflatten
+from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.quantized import Quantized
 
 # Trailing dimensions of a weight over which it sums: 1 except for the output projection `[layers, d, heads, v]`.
 _SUMMED_DIMS = {"o": 2}
@@ -25,24 +28,28 @@ _SUMMED_DIMS = {"o": 2}
 _ADDED_TO_THE_STREAM = ("o", "down")
 
 
-def random_parameters(specs: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    """Random weights in the shapes, types and shardings of `specs` (nested dict of `jax.ShapeDtypeStruct`).
+def random_parameters(specs: dict[str, Any], config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """Random weights of `config` in the shapes, types and shardings of `specs`.
+
+    `specs` is a nested dict of `jax.ShapeDtypeStruct` or `Quantized` ones (see `model.transformer.parameter_specs`).
 
     Scales keep activations of order one through every layer and spread the router's scores and the logits: norms
     1 +- 0.1, embedding 1, router 2 / sqrt(d), router bias 0.1, other matrices 1 / sqrt(inputs), and those that add to
     the residual stream 1 / sqrt(2 layers) of that, so that a stack of any depth adds as much as the embedding (GPT-2's
     initialisation).
     """
-    flat = flatten(specs)
+    flat, shapes = flatten(specs), shapes_of(sources(config))
     layers = sum(spec.shape[0] for path, spec in flat.items() if path[-1] == "attn_norm")
-    return unflatten({path: _random_parameter(seed, path, spec, layers) for path, spec in flat.items()})
+    return unflatten({path: _random_parameter(seed, path, spec, shapes[path], layers) for path, spec in flat.items()})
 
 
-def _random_parameter(seed: int, path: TreePath, spec: jax.ShapeDtypeStruct, layers: int) -> jax.Array:
-    mean, deviation = _distribution(path, spec.shape, layers)
+def _random_parameter(
+    seed: int, path: TreePath, spec: jax.ShapeDtypeStruct | Quantized, shape: tuple[int, ...], layers: int
+) -> jax.Array | Quantized:
+    mean, deviation = (np.float32(value) for value in _distribution(path, shape, layers))
     salt = np.uint32(zlib.crc32(f"{seed} {'.'.join(path)}".encode()))
-    fill = partial(_fill, shape=spec.shape, dtype=spec.dtype)
-    return jax.jit(fill, out_shardings=spec.sharding)(salt, np.float32(mean), np.float32(deviation))
+    fill = partial(_fill_quantized if isinstance(spec, Quantized) else _fill, shape=shape, spec=spec)
+    return jax.jit(fill, out_shardings=jax.tree.map(lambda part: part.sharding, spec))(salt, mean, deviation)
 
 
 def _distribution(path: TreePath, shape: tuple[int, ...], layers: int) -> tuple[float, float]:
@@ -61,16 +68,35 @@ def _distribution(path: TreePath, shape: tuple[int, ...], layers: int) -> tuple[
 
 
 def _fill(
-    salt: jax.Array, mean: jax.Array, deviation: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
+    salt: jax.Array, mean: jax.Array, deviation: jax.Array, *, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct
 ) -> jax.Array:
+    return _values(_mix(salt), mean, deviation, shape).astype(spec.dtype)
+
+
+def _fill_quantized(
+    salt: jax.Array, mean: jax.Array, deviation: jax.Array, *, shape: tuple[int, ...], spec: Quantized
+) -> Quantized:
+    """The values of `_fill`, quantised layer by layer: never is more than one layer there in float32."""
+
+    def layer(index):
+        return _values(_next(_mix(salt), index), mean, deviation, shape[1:])
+
+    return quantize_stack(layer, jnp.arange(shape[0], dtype=jnp.uint32), spec)
+
+
+def _values(bits: jax.Array, mean: jax.Array, deviation: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Values of triangular distribution: the sum of two uniform numbers, one from each half of a 32-bit hash."""
-    bits = _mix(salt)
     for dim in range(len(shape)):
-        bits = _mix((bits ^ lax.broadcasted_iota(jnp.uint32, shape, dim)) + np.uint32(0x9E3779B9))
+        bits = _next(bits, lax.broadcasted_iota(jnp.uint32, shape, dim))
     total = ((bits >> 16) + (bits & np.uint32(0xFFFF))).astype(jnp.float32)
     # Two uniform integers of 0 .. 2^16 - 1 have the mean 2^16 - 1 and the variance (2^32 - 1) / 6 in sum.
     normalised = (total - 65535.0) * math.sqrt(6 / (2**32 - 1))
-    return (mean + deviation * normalised).astype(dtype)
+    return mean + deviation * normalised
+
+
+def _next(bits: jax.Array, place: jax.Array) -> jax.Array:
+    """The hash `bits` of a place, continued by its place in one more dimension."""
+    return _mix((bits ^ place) + np.uint32(0x9E3779B9))
 
 
 def _mix(bits: jax.Array) -> jax.Array:

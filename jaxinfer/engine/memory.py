@@ -9,33 +9,44 @@ from jax.sharding import Mesh
 
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.step import Capacity
-from jaxinfer.model.moe import EXCHANGE_TOKENS
+from jaxinfer.kernels.grouped_moe import ROWS
+from jaxinfer.model.moe import exchange_tokens
 from jaxinfer.model.params import Tree
+from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.rules import Plan, Rules
 
 _SCORE_BYTES = 256 * 2**20
 """Scores of one block of queries in the reference attention."""
 
 
-def moe_workspace(config: ModelConfig, tokens: int, rules: Rules, itemsize: int) -> int:
+def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules: Rules) -> int:
     """Bytes that the routed experts of one layer need on a device, whatever the routing.
 
     One tile of tokens from all expert ranks: inputs, float32 outputs before and after their sum over the ranks, the
-    sorted list of (token, expert) pairs, and one block of the expert kernel with a copy of that expert's weights.
+    sorted list of (token, expert) pairs, and one block of rows with what the reference kernel makes of one expert's
+    weights.
     """
-    plan = Plan.prefill(rules)
-    exchange = [axis for axis in plan.axes("experts", config.num_experts) if axis in plan.token_axes]
-    tile = min(tokens, EXCHANGE_TOKENS) * rules.size(tuple(exchange))
-    d = config.hidden_size
-    width = config.moe_intermediate_size // rules.size(plan.axes("expert_mlp", config.moe_intermediate_size))
-    pairs = tile * config.experts_per_token * 4 * 8
-    block = 3 * width * d * (itemsize + 4) + 128 * (4 * d + 3 * width) * 4
-    return tile * d * (itemsize + 3 * 4) + pairs + block + tokens * d * 4
+    plan, itemsize = Plan.prefill(rules), precision.dtype.itemsize
+    exchange = tuple(axis for axis in plan.axes("experts", config.num_experts) if axis in plan.token_axes)
+    ranks = rules.size(exchange)
+    tile = exchange_tokens(tokens, ranks) * ranks
+    d, width = config.hidden_size, precision.width(config.moe_intermediate_size)
+    width //= rules.size(plan.axes(precision.pieces("expert_mlp"), width))
+    pairs = tile * config.experts_per_token
+    weights = 3 * width * d * (itemsize + 4)
+    if precision.quantized is None:
+        rows = 128 * (4 * d + 3 * width) * 4
+    else:
+        # Rows and products in 8 bits and in the type between, and in float32 as the reference computes them.
+        rows = min(pairs, ROWS) * (d + width) * (2 * itemsize + 9)
+    return tile * d * (itemsize + 3 * 4) + pairs * 4 * 8 + rows + weights + tokens * d * 4
 
 
-def step_workspace(config: ModelConfig, capacity: Capacity, rules: Rules, itemsize: int, tile_tokens: int) -> int:
+def step_workspace(
+    config: ModelConfig, precision: Precision, capacity: Capacity, rules: Rules, tile_tokens: int
+) -> int:
     """Bytes of the largest step's activations on a device: attention of a chunk, or the experts, and the logits."""
-    plan = Plan.prefill(rules)
+    plan, itemsize = Plan.prefill(rules), precision.dtype.itemsize
     tokens, d = capacity.chunk_size, config.hidden_size
     heads = config.num_heads // rules.size(plan.axes("heads", config.num_heads))
     residual = 4 * tokens * d * (itemsize + 4)
@@ -45,7 +56,7 @@ def step_workspace(config: ModelConfig, capacity: Capacity, rules: Rules, itemsi
     latents = 4 * tile_tokens * config.latent_dim * (itemsize + 4)
     scores = 3 * min(_SCORE_BYTES, tokens * heads * tile_tokens * 4)
     attention = queries + outputs + expanded + latents + scores
-    experts = moe_workspace(config, tokens, rules, itemsize) if config.num_moe_layers else 0
+    experts = moe_workspace(config, precision, tokens, rules) if config.num_moe_layers else 0
     width = config.intermediate_size // rules.size(plan.axes("mlp", config.intermediate_size))
     dense = tokens * width * 3 * (itemsize + 4) if config.num_dense_layers else 0
     shared = tokens * config.moe_intermediate_size * config.num_shared_experts * 3 * (itemsize + 4)
@@ -64,6 +75,7 @@ def device_bytes(tree: Any) -> int:
 
 def pages_that_fit(
     config: ModelConfig,
+    precision: Precision,
     capacity: Capacity,
     rules: Rules,
     mesh: Mesh,
@@ -79,7 +91,6 @@ def pages_that_fit(
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // math.prod(mesh.devices.shape)
     else:
         total = stats["bytes_limit"]
-    itemsize = params["embed"].dtype.itemsize
     tables = 2 * capacity.max_context * config.qk_rope_head_dim // 2 * 4
-    used = device_bytes(params) + tables + step_workspace(config, capacity, rules, itemsize, tile_tokens)
+    used = device_bytes(params) + tables + step_workspace(config, precision, capacity, rules, tile_tokens)
     return int(total * memory_fraction - used) // page_bytes

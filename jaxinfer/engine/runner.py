@@ -18,6 +18,7 @@ from jaxinfer.engine.sampling import Choice
 from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
 from jaxinfer.model.batch import batch_specs
 from jaxinfer.model.params import Tree
+from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.sharding.rules import Rules
 
@@ -29,6 +30,7 @@ class Runner:
 
     Args:
         config: the model.
+        precision: in which it is held and computed.
         params: its weights, laid out as `parameter_specs` says.
         rope: `{"cos", "sin"}` tables, float32 `[max_context, rope / 2]`, replicated.
         cache: shape, type and sharding of the cache, as `cache_spec` makes it.
@@ -39,6 +41,7 @@ class Runner:
     def __init__(
         self,
         config: ModelConfig,
+        precision: Precision,
         params: Tree,
         rope: Tree,
         cache: jax.ShapeDtypeStruct,
@@ -53,7 +56,7 @@ class Runner:
         self._eos_ids = config.eos_token_ids
         self._rules, self._mesh = rules, mesh
         self._batcher = Batcher(capacity, tile_tokens)
-        model = Transformer(config, params["embed"].dtype)
+        model = Transformer(config, precision)
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
         self.compilations = CompilationCounter()
         """Counts from the end of `compile` on: stays at 0."""

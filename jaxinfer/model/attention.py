@@ -9,10 +9,12 @@ from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.norm import rms_norm
+from jaxinfer.kernels.quantized import Activation, Weight
 from jaxinfer.kernels.rope import apply_rope
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
-from jaxinfer.model.linear import linear, linear_f32
+from jaxinfer.model.linear import einsum, linear, normalised, read_by
 from jaxinfer.model.params import weight
+from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import softmax_scale
 from jaxinfer.sharding.collectives import all_gather, all_reduce, merge, merge_over, ring
 from jaxinfer.sharding.layout import Layout
@@ -24,26 +26,33 @@ RopeTable = tuple[jax.Array, jax.Array]
 class Attention(nnx.Module):
     """The attention of one layer, on this rank's heads."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.config = config
+    def __init__(self, config: ModelConfig, precision: Precision):
+        self.config, self.dtype = config, precision.dtype
+        dtype, matrix, latent = precision.dtype, precision.matrix, precision.pieces("latent")
         d, heads = config.hidden_size, config.num_heads
         qk, nope, v = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
         if q_rank is None:
-            self.q = weight((heads, qk, d), ("heads", None, None), dtype)
+            self.q = matrix((heads, qk, d), ("heads", None, None))
         else:
-            self.q_a = weight((q_rank, d), ("latent", None), dtype)
+            self.q_a = matrix((q_rank, d), (latent, None))
             self.q_a_norm = weight((q_rank,), (None,), dtype)
-            self.q_b = weight((heads, qk, q_rank), ("heads", None, None), dtype)
-        self.kv_a = weight((config.latent_dim, d), ("latent", None), dtype)
+            self.q_b = matrix((heads, qk, q_rank), ("heads", None, None))
+        self.latent_axis = latent
+        self.kv_a = matrix((config.latent_dim, d), (latent, None))
         self.kv_a_norm = weight((kv_rank,), (None,), dtype)
         self.k_b = weight((heads, nope, kv_rank), ("heads", None, None), dtype)
         self.v_b = weight((heads, v, kv_rank), ("heads", None, None), dtype)
-        self.o = weight((d, heads, v), (None, "heads", None), dtype)
+        self.o = matrix((d, heads, v), (None, "heads", None), columns=2)
+
+    @property
+    def reader(self) -> Weight:
+        """A weight that reads the layer's input, in the form that all of them want."""
+        return self.kv_a
 
     def prefill(
         self,
-        x: jax.Array,
+        x: Activation,
         cache: jax.Array,
         layer: jax.Array,
         batch: PrefillBatch,
@@ -78,11 +87,11 @@ class Attention(nnx.Module):
         tokens, heads, v = x.shape[0], self.v_b.shape[0], self.config.v_head_dim
         nothing = jnp.zeros((tokens, heads, v), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
         out, _ = lax.fori_loop(0, batch.num_tiles, tile, nothing)
-        return self._output(out.astype(x.dtype), plan), cache
+        return self._output(out, plan), cache
 
     def decode(
         self,
-        x: jax.Array,
+        x: Activation,
         cache: jax.Array,
         layer: jax.Array,
         batch: DecodeBatch,
@@ -97,23 +106,24 @@ class Attention(nnx.Module):
         q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
         cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
-        absorbed = linear("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
+        absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
         heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
         q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
         lengths = layout.local_length(batch.positions + 1, lax.axis_index("cp"), batch.homes)
         out, lse = mla_decode(q, cache, layer, batch.page_table, lengths, scale=softmax_scale(self.config))
         attended = merge_over(out[..., : self.config.kv_lora_rank], lse, "cp", scatter_heads=heads_over_cp)
-        return self._output(linear("bhc,hvc->bhv", attended.astype(x.dtype), self.v_b), plan), cache
+        return self._output(einsum("bhc,hvc->bhv", attended.astype(self.dtype), self.v_b), plan), cache
 
     def _project(self, x, positions, rope, plan):
         """Queries `[T, H, nope]` and `[T, H, rope]` of this rank's heads, and latents `[T, kv_rank + rope]`."""
         config = self.config
         if config.q_lora_rank is None:
-            q = linear("td,hqd->thq", x, self.q)
+            q = linear(x, self.q, self.dtype)
         else:
             q_latent = self._latent(x, self.q_a, config.q_lora_rank, plan)
-            q_latent = rms_norm(q_latent, self.q_a_norm, config.latent_norm_eps)
-            q = linear("tr,hqr->thq", q_latent, self.q_b)
+            q_latent = normalised(self.q_b, q_latent, self.q_a_norm, config.latent_norm_eps, self.dtype)
+            q = linear(q_latent, self.q_b, self.dtype)
+        q = q.reshape(q.shape[0], -1, config.qk_head_dim)
         cos, sin = (table.at[positions].get(mode="clip") for table in rope)
         q_nope, q_rope = jnp.split(q, (config.qk_nope_head_dim,), axis=-1)
         q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
@@ -123,7 +133,9 @@ class Attention(nnx.Module):
         return q_nope, q_rope, jnp.concatenate((latent, apply_rope(k_rope, cos, sin)), axis=-1)
 
     def _latent(self, x, projection, size, plan):
-        return all_gather(linear("td,rd->tr", x, projection), plan.axes("latent", size), 1)
+        return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)
 
     def _output(self, out, plan):
-        return all_reduce(linear_f32("thv,dhv->td", out, self.o), plan.axes("heads", self.config.num_heads))
+        """Outputs of the heads, `[T, H, v]`, to float32 `[T, d]`."""
+        rows = read_by(self.o, out.reshape(out.shape[0], -1), self.dtype)
+        return all_reduce(linear(rows, self.o, jnp.float32), plan.axes("heads", self.config.num_heads))

@@ -1,15 +1,16 @@
 """One layer: attention and feed-forward, each behind a norm and around a residual."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.attention import Attention, RopeTable
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
+from jaxinfer.model.linear import normalised
 from jaxinfer.model.moe import MLP, MoE
 from jaxinfer.model.params import weight
+from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan
 
@@ -17,17 +18,17 @@ from jaxinfer.sharding.rules import Plan
 class Block(nnx.Module):
     """A dense layer (`kind="dense"`) or a mixture-of-experts layer (`kind="moe"`)."""
 
-    def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype):
-        d = config.hidden_size
+    def __init__(self, config: ModelConfig, kind: str, precision: Precision):
+        d, dtype = config.hidden_size, precision.dtype
         self.eps = config.rms_norm_eps
         self.kind, self.dtype = kind, dtype
         self.attn_norm = weight((d,), (None,), dtype)
-        self.attention = Attention(config, dtype)
+        self.attention = Attention(config, precision)
         self.mlp_norm = weight((d,), (None,), dtype)
         if kind == "dense":
-            self.mlp = MLP(d, config.intermediate_size, dtype)
+            self.mlp = MLP(d, config.intermediate_size, precision)
         else:
-            self.moe = MoE(config, dtype)
+            self.moe = MoE(config, precision)
 
     def __call__(
         self,
@@ -45,17 +46,18 @@ class Block(nnx.Module):
         text divided otherwise over chunks and ranks takes other paths through the experts as rarely as can be.
         """
         with jax.named_scope("attention"):
-            h = rms_norm(x, self.attn_norm, self.eps).astype(self.dtype)
+            h = normalised(self.attention.reader, x, self.attn_norm, self.eps, self.dtype)
             if isinstance(batch, PrefillBatch):
                 out, cache = self.attention.prefill(h, cache, layer, batch, rope, layout, plan)
             else:
                 out, cache = self.attention.decode(h, cache, layer, batch, rope, layout, plan)
             x = x + out
         with jax.named_scope(self.kind):
-            h = rms_norm(x, self.mlp_norm, self.eps)
-            out = (
-                self.mlp(h.astype(self.dtype), plan)
-                if self.kind == "dense"
-                else self.moe(h, batch.positions >= 0, plan)
-            )
+            feed_forward = self.mlp if self.kind == "dense" else self.moe
+            h = normalised(feed_forward.gate_up, x, self.mlp_norm, self.eps, self.dtype)
+            if self.kind == "dense":
+                out = self.mlp(h, plan)
+            else:
+                # The router sees the stream before it is rounded.
+                out = self.moe(rms_norm(x, self.mlp_norm, self.eps), h, batch.positions >= 0, plan)
             return x + out, cache

@@ -1,5 +1,7 @@
 """Feed-forward layers: dense SwiGLU, and mixture of experts with the routers of DeepSeek V2 and V3."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,55 +9,60 @@ from jax import lax
 
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.moe import moe_experts
-from jaxinfer.model.linear import linear_f32
+from jaxinfer.kernels.quantized import Activation
+from jaxinfer.model.linear import linear, swiglu
 from jaxinfer.model.params import weight
+from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.collectives import all_gather, all_reduce, reduce_scatter
 from jaxinfer.sharding.rules import Plan
 
-EXCHANGE_TOKENS = 1024
-"""Tokens of each rank that are exchanged with the other expert ranks at a time: bounds the memory of the exchange."""
+EXCHANGE_TOKENS = 8192
+"""Tokens of all expert ranks together that are exchanged at a time: bounds the memory of the exchange."""
 
 
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): `down(silu(gate x) * up x)`, the width divided where the rules say."""
 
-    def __init__(self, hidden: int, width: int, dtype: jnp.dtype):
-        self.width = width
-        self.gate_up = weight((2, width, hidden), (None, "mlp", None), dtype)
-        self.down = weight((hidden, width), (None, "mlp"), dtype)
+    def __init__(self, hidden: int, width: int, precision: Precision):
+        self.dtype = precision.dtype
+        self.width, self.axis = precision.width(width), precision.pieces("mlp")
+        self.gate_up = precision.matrix(
+            (2, self.width, hidden), (None, self.axis, None), lead=1, quantize=precision.first_ffn
+        )
+        self.down = precision.matrix((hidden, self.width), (None, self.axis))
 
-    def __call__(self, x: jax.Array, plan: Plan) -> jax.Array:
+    def __call__(self, x: Activation, plan: Plan) -> jax.Array:
         """`x [T, d]` to float32 `[T, d]`."""
-        gate, up = linear_f32("td,gid->gti", x, self.gate_up)
-        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return all_reduce(linear_f32("ti,di->td", hidden, self.down), plan.axes("mlp", self.width))
+        hidden = swiglu(x, self.gate_up, self.down, dtype=self.dtype)
+        return all_reduce(linear(hidden, self.down, jnp.float32), plan.axes(self.axis, self.width))
 
 
 class MoE(nnx.Module):
     """Routed experts, divided over the ranks, plus the shared experts that every token passes."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.config, self.dtype = config, dtype
-        experts, d, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    def __init__(self, config: ModelConfig, precision: Precision):
+        self.config, self.dtype = config, precision.dtype
+        experts, d = config.num_experts, config.hidden_size
         self.router = weight((experts, d), (None, None), jnp.dtype(jnp.float32))
         if config.router == "sigmoid_noaux_tc":
             self.router_bias = weight((experts,), (None,), jnp.dtype(jnp.float32))
-        self.gate_up = weight((experts, 2, width, d), ("experts", None, "expert_mlp", None), dtype)
-        self.down = weight((experts, d, width), ("experts", None, "expert_mlp"), dtype)
+        self.width, self.axis = precision.width(config.moe_intermediate_size), precision.pieces("expert_mlp")
+        self.gate_up = precision.matrix(
+            (experts, 2, self.width, d), ("experts", None, self.axis, None), lead=2, quantize=precision.first_ffn
+        )
+        self.down = precision.matrix((experts, d, self.width), ("experts", None, self.axis), lead=1)
         if config.num_shared_experts:
-            self.shared = MLP(d, config.num_shared_experts * width, dtype)
+            self.shared = MLP(d, config.num_shared_experts * config.moe_intermediate_size, precision)
 
-    def __call__(self, x: jax.Array, occupied: jax.Array, plan: Plan) -> jax.Array:
-        """Float32 `x [T, d]` to float32 `[T, d]`.
+    def __call__(self, x: jax.Array, rows: Activation, occupied: jax.Array, plan: Plan) -> jax.Array:
+        """Float32 `x [T, d]`, which the router sees, and the same as the experts see it, `rows`, to float32 `[T, d]`.
 
-        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.  The router sees `x` as it is, the
-        experts see it in the type of their weights.
+        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.
         """
         experts, weights = self.route(x)
         experts = jnp.where(occupied[:, None], experts, self.config.num_experts)
-        x = x.astype(self.dtype)
-        out = self._routed(x, experts, weights, plan)
-        return out + self.shared(x, plan) if self.config.num_shared_experts else out
+        out = self._routed(rows, experts, weights, plan)
+        return out + self.shared(rows, plan) if self.config.num_shared_experts else out
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of float32 `x [T, d]`: int32 `[T, k]`, and their weights, float32 `[T, k]`."""
@@ -73,18 +80,24 @@ class MoE(nnx.Module):
         expert_axes = plan.axes("experts", config.num_experts)
         exchange = tuple(axis for axis in expert_axes if axis in plan.token_axes)
         replicated = tuple(axis for axis in expert_axes if axis not in plan.token_axes)
-        reduce = replicated + plan.axes("expert_mlp", config.moe_intermediate_size)
+        reduce = replicated + plan.axes(self.axis, self.width)
         first = lax.axis_index(expert_axes) * self.gate_up.shape[0] if expert_axes else 0
 
         def tile(piece):
-            x, experts, weights = (all_gather(array, exchange, 0) for array in piece)
-            out = moe_experts(x, experts - first, weights, self.gate_up, self.down)
+            x, experts, weights = jax.tree.map(lambda rows: all_gather(rows, exchange, 0), piece)
+            out = moe_experts(x, experts - first, weights, self.gate_up, self.down, dtype=self.dtype)
             return reduce_scatter(all_reduce(out, reduce), exchange, 0)
 
-        tokens = x.shape[0]
-        size = EXCHANGE_TOKENS if tokens % EXCHANGE_TOKENS == 0 else tokens
+        tokens, d = x.shape
+        size = exchange_tokens(tokens, math.prod(lax.axis_size(axis) for axis in exchange))
         pieces = jax.tree.map(lambda a: a.reshape(tokens // size, size, *a.shape[1:]), (x, experts, weights))
-        return lax.map(tile, pieces).reshape(x.shape)
+        return lax.map(tile, pieces).reshape(tokens, d)
+
+
+def exchange_tokens(tokens: int, ranks: int) -> int:
+    """Of `tokens` of each of `ranks` expert ranks, how many are exchanged at a time."""
+    size = max(1, EXCHANGE_TOKENS // ranks)
+    return size if tokens % size == 0 else tokens
 
 
 def select_experts(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

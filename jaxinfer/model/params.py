@@ -1,5 +1,6 @@
 """Declaring weights: shape, logical axes and type in one line, before any memory exists."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxinfer.kernels.quantize import BLOCK
+from jaxinfer.kernels.quantized import Quantized
 from jaxinfer.sharding.rules import Plan, Rules
 
 Tree = dict[str, Any]
@@ -55,4 +58,27 @@ def specs(module: nnx.Module, layers: int | None, rules: Rules, mesh: Mesh) -> T
         sharding = rules.sharding(mesh, (None,) * len(lead) + tuple(names), full)
         return jax.ShapeDtypeStruct(full, shape.dtype, sharding=sharding)
 
-    return jax.tree.map(spec, shapes_of(module), axes_of(module))
+    shapes, axes = shapes_of(module), axes_of(module)
+    _check_blocks(shapes, axes, rules)
+    return jax.tree.map(spec, shapes, axes)
+
+
+def _check_blocks(shapes: Tree, axes: Tree, rules: Rules) -> None:
+    """Raises ValueError if the mesh would cut through 128x128 blocks that share a scale."""
+
+    def check(path, shape, names) -> None:
+        if not isinstance(shape, Quantized) or shape.scheme == "row":
+            return
+        split = len(shape.shape) - shape.columns
+        for part, dim in ((slice(shape.lead, split), -2), (slice(split, None), -1)):
+            sizes = shape.shape[part]
+            cut = [rules.axes(name, size) for name, size in zip(names.values[part], sizes, strict=True)]
+            pieces = math.prod(rules.size(over) for over in cut)
+            of_scale = rules.size(rules.axes(names.scale[dim], shape.scale.shape[dim]))
+            if pieces != of_scale or (pieces > 1 and math.prod(sizes) // pieces % BLOCK):
+                raise ValueError(
+                    f"expected a mesh that leaves the 128x128 blocks of {jax.tree_util.keystr(path)} "
+                    f"{list(shape.shape)} whole, got {rules.mesh}, which would cut {list(sizes)} into {pieces}"
+                )
+
+    jax.tree.map_with_path(check, shapes, axes, is_leaf=lambda leaf: isinstance(leaf, Quantized))

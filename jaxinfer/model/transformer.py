@@ -16,6 +16,7 @@ from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
 from jaxinfer.model.params import Tree, specs, use, weight
+from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.collectives import all_gather, own_piece
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan, Rules
@@ -40,11 +41,11 @@ class Group(NamedTuple):
 class Transformer:
     """The description of a model: modules that declare the weights; the arrays themselves live in a nested dict."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, precision: Precision):
         self.config = config
-        self.ends = Ends(config, dtype)
+        self.ends = Ends(config, precision.dtype)
         counts = {"dense": config.num_dense_layers, "moe": config.num_moe_layers}
-        self.groups = {kind: Group(Block(config, kind, dtype), n) for kind, n in counts.items() if n}
+        self.groups = {kind: Group(Block(config, kind, precision), n) for kind, n in counts.items() if n}
 
     def hidden(
         self, params: Tree, cache: jax.Array, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
@@ -96,13 +97,13 @@ class Transformer:
         return own_piece(all_gather(scores, axes, 1), other_requests, 0)
 
 
-def parameter_specs(config: ModelConfig, rules: Rules, mesh: Mesh, dtype: jnp.dtype) -> Tree:
+def parameter_specs(config: ModelConfig, rules: Rules, mesh: Mesh, precision: Precision) -> Tree:
     """Every parameter of the model as `jax.ShapeDtypeStruct` with its sharding: what a checkpoint is loaded into.
 
     A nested dict: `embed [V, d]`, `head [V, d]`, `final_norm [d]`, and the groups `dense` and `moe` with the weights of
-    a `Block`, stacked over the layers of the group on a leading axis.
+    a `Block`, stacked over the layers of the group on a leading axis; a quantised weight is a `Quantized` of two.
     """
-    model = Transformer(config, dtype)
+    model = Transformer(config, precision)
     tree = specs(model.ends, None, rules, mesh)
     for name, group in model.groups.items():
         tree[name] = specs(group.block, group.layers, rules, mesh)

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.configs.presets import preset
 from jaxinfer.engine.memory import device_bytes, moe_workspace
-from jaxinfer.model.moe import EXCHANGE_TOKENS, MoE
+from jaxinfer.model.moe import MoE, exchange_tokens
 from jaxinfer.model.params import shapes_of, specs, use
+from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.mesh import make, parse
 from jaxinfer.sharding.rules import Plan, Rules
 
@@ -93,8 +94,9 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str):
     """`moe_workspace` bounds what XLA reserves; the program is one for every routing, the worst included."""
     config = preset("tiny-random", {**DIVIDING, "experts_per_token": 8})
     rules = Rules(parse(mesh_text))
-    mesh, plan, tokens = make(rules.mesh), Plan.prefill(rules), 4 * EXCHANGE_TOKENS
-    layer = MoE(config, jnp.dtype(jnp.float32))
+    mesh, plan, tokens = make(rules.mesh), Plan.prefill(rules), 4 * exchange_tokens(2**20, 8)
+    precision = Precision(jnp.dtype(jnp.float32))
+    layer = MoE(config, precision)
     weights = specs(layer, None, rules, mesh)
     in_specs = jax.tree.map(lambda spec: spec.sharding.spec, weights)
 
@@ -111,7 +113,7 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str):
         for width, dtype in ((config.hidden_size, jnp.float32), (8, jnp.int32), (8, jnp.float32))
     ]
     memory = jax.jit(sharded).lower(weights, *arguments).compile().memory_analysis()
-    bound = moe_workspace(config, tokens, rules, itemsize=4)
+    bound = moe_workspace(config, precision, tokens, rules)
     assert memory.temp_size_in_bytes <= bound
     # And the bound is no empty promise: buffers for the worst routing of every token would break it.
     assert bound < ranks * tokens * 8 * config.hidden_size * 4

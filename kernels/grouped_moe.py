@@ -1,0 +1,63 @@
+"""Routed experts through grouped matrix products: rows sorted by expert, as many at a time as memory is meant for."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.kernels.grouped_gemm import grouped_gemm
+from jaxinfer.kernels.quantized import Activation, Quantized, Weight, grouped_product, swiglu_for
+
+ROWS = 16384
+"""Rows (pairs of token and expert) that are computed at a time: bounds the memory, whatever the routing."""
+
+
+def grouped_moe_experts(
+    x: Activation, experts: jax.Array, weights: jax.Array, gate_up: Weight, down: Quantized, dtype
+) -> jax.Array:
+    """See `jaxinfer.kernels.moe.moe_experts`.
+
+    A routing weight is a factor on a row of the down projection, so it goes into the row's scale.  The sum over a
+    token's experts gathers their rows in the order of the router's choice: no order of additions is left to chance.
+    """
+    tokens, per_token = experts.shape
+    num_experts = down.shape[0]
+    pairs = tokens * per_token
+    rows = min(pairs, ROWS)
+    local = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
+    order = jnp.argsort(local, stable=True)
+    place = jnp.argsort(order).reshape(tokens, per_token)  # where in the order each pair has come
+    sizes = jnp.bincount(local, length=num_experts)
+    ends = jnp.cumsum(sizes)
+
+    def window(index, out):
+        first = index * rows
+        pair = order.at[first + jnp.arange(rows)].get(mode="clip")
+        inside = [jnp.clip(bound - first, 0, rows) for bound in (ends - sizes, ends)]
+        counts = (inside[1] - inside[0]).astype(jnp.int32)
+        taken = jax.tree.map(lambda array: array[pair // per_token], x)
+        hidden = swiglu_for(down, _product(taken, gate_up, counts, dtype))
+        factor = weights.reshape(-1)[pair]
+        scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
+        y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, dtype)
+        for choice in range(per_token):
+            row = place[:, choice] - first
+            mine = (row >= 0) & (row < rows) & (place[:, choice] < ends[-1])
+            # What lies behind the last group may be anything.
+            out = out + jnp.where(mine[:, None], y.at[row].get(mode="clip"), 0).astype(jnp.float32)
+        return out
+
+    out = jnp.zeros(x.shape, jnp.float32)
+    if rows == pairs:
+        return window(0, out)
+    return lax.fori_loop(0, (ends[-1] + rows - 1) // rows, window, out)
+
+
+def _product(x: Activation, gate_up: Weight, counts: jax.Array, dtype) -> jax.Array:
+    """Gate and up projections, `[rows, 2 I]` of `dtype`."""
+    if isinstance(x, Quantized) and isinstance(gate_up, Quantized):
+        return grouped_product(x, gate_up, counts, dtype)
+    assert not isinstance(x, Quantized) and not isinstance(gate_up, Quantized)
+    matrices = gate_up.reshape(gate_up.shape[0], -1, x.shape[1])
+    if x.dtype == jnp.bfloat16:
+        return grouped_gemm(x, matrices, counts, out_dtype=dtype)
+    return lax.ragged_dot(x, matrices.swapaxes(1, 2), counts, precision=lax.Precision.HIGHEST)
