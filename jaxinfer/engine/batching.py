@@ -66,7 +66,8 @@ class Batcher:
         position, segment = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
         page = np.full(shape, self.capacity.pages_per_rank, np.int32)
         tile_pages = np.zeros((replicas, cp, self.max_tiles, self.tile_pages), np.int32)
-        tile_segment = np.zeros((replicas, self.max_tiles), np.int32)
+        # A replica whose tiles are used up takes part in the others': nobody's tiles, which no token reads.
+        tile_segment = np.full((replicas, self.max_tiles), -1, np.int32)
         tile_start = np.zeros((replicas, self.max_tiles), np.int32)
         homes = np.zeros((replicas, self.capacity.max_segments), np.int32)
         num_tiles = 0

@@ -38,7 +38,7 @@ class PrefillBatch:
     tile_pages: Array = _array("replica", "context", None, None)
     """int32 `[R, cp, N, pages of a tile]`, the cached context of the segments in tiles of one sequence each."""
     tile_segment: Array = _array("replica", None)
-    """int32 `[R, N]`, whose sequence a tile is."""
+    """int32 `[R, N]`, whose sequence a tile is; -1: nobody's."""
     tile_start: Array = _array("replica", None)
     """int32 `[R, N]`, local index of a tile's first key on each rank."""
     homes: Array = _array("replica", None)
