@@ -1,30 +1,44 @@
-"""Absorbed attention of one query per sequence over the paged latent cache."""
+"""Absorbed attention of one or a few queries per sequence over the paged latent cache."""
 
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from jaxinfer.kernels.reference import mla_decode as reference
+from jaxinfer.kernels.tiles import device
 
 
 def mla_decode(
-    q: Float[Array, "B H latent"],
+    q: Float[Array, "B T H latent"],
     cache: Float[Array, "layers pages page_size latent"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B N"],
     lengths: Int[Array, " B"],
     *,
+    kv_rank: int,
     scale: float,
-) -> tuple[Float[Array, "B H latent"], Float[Array, "B H"]]:
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "B T H kv_rank"], Float[Array, "B T H"]]:
     """Multi-head latent attention with the key expansion absorbed in the query (arXiv 2405.04434, section 2.1.2).
 
+    Token t of the T of a sequence sees its first `length - (T - 1 - t)` keys: the last T keys are the tokens' own.
+
     Args:
-        q: `[B, H, kv_rank + rope]` queries in the space of the latents.
-        cache: `[layers, pages, page_size, kv_rank + rope]`.
+        q: `[B, T, H, kv_rank + rope]` queries in the space of the latents.
+        cache: `[layers, pages, page_size, kv_rank + rope]`, read where it lies.
         layer: int32, the layer read.
         page_table: `[B, N]` int32, the pages of each sequence in order; entries past its length may hold anything.
-        lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`.
+        lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`; what lies beyond may be NaN.
+        kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
+        implementation: None chooses (see `dispatch`).
 
-    Returns: output `[B, H, kv_rank + rope]`, of which the first `kv_rank` numbers are the attended latent, and
-    log-sum-exp `[B, H]`, both float32; a sequence without keys has 0 and -inf.
+    Returns: output `[B, T, H, kv_rank]`, the attended latent, and log-sum-exp `[B, T, H]`, both float32; a token
+    without keys has 0 and -inf.
+    Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
-    return reference.mla_decode(q, cache, layer, page_table, lengths, scale=scale)
+    arguments = q, cache, layer, page_table, lengths
+    reason = mosaic.reason_against(q, cache, kv_rank)
+    if dispatch.choose("mla_decode", implementation, reason) == "reference":
+        return reference.mla_decode(*arguments, kv_rank=kv_rank, scale=scale)
+    return mosaic.mla_decode(*arguments, kv_rank=kv_rank, scale=scale, multiprocessors=device().multiprocessors)

@@ -110,8 +110,9 @@ class Attention(nnx.Module):
         heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
         q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
         lengths = layout.local_length(batch.positions + 1, lax.axis_index("cp"), batch.homes)
-        out, lse = mla_decode(q, cache, layer, batch.page_table, lengths, scale=softmax_scale(self.config))
-        attended = merge_over(out[..., : self.config.kv_lora_rank], lse, "cp", scatter_heads=heads_over_cp)
+        kinds = {"kv_rank": self.config.kv_lora_rank, "scale": softmax_scale(self.config)}
+        out, lse = mla_decode(q[:, None], cache, layer, batch.page_table, lengths, **kinds)
+        attended = merge_over(out[:, 0], lse[:, 0], "cp", scatter_heads=heads_over_cp)
         return self._output(einsum("bhc,hvc->bhv", attended.astype(self.dtype), self.v_b), plan), cache
 
     def _project(self, x, positions, rope, plan):
