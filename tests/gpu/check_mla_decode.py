@@ -1,8 +1,8 @@
 """Checks and times the decode attention on one Hopper GPU: `python -m tests.gpu.check_mla_decode [--out DIR]`.
 
-Every group of cases runs in a process of its own, which is stopped if it hangs and is then the last: first against the reference in float32,
-then times of the whole operation and of its main kernel alone, beside the figures of FlashMLA.  Prints a table last,
-and writes it as JSON.  Exits with 1 if a bound is broken.
+Every group of cases runs in a process of its own; one that hangs is stopped and is the last.  First the reference in
+float32, then times of the whole operation and of its main kernel alone, beside the figures of FlashMLA.  Prints a
+table last, and writes it as JSON.  Exits with 1 if a bound is broken.
 """
 
 import argparse
