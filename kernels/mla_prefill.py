@@ -16,7 +16,7 @@ def mla_prefill(
     key_limit: Int[Array, " T"],
     *,
     scale: float,
-    implementation: Implementation | None = "reference",
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1) with keys and values expanded from the latents.
 
@@ -28,7 +28,7 @@ def mla_prefill(
         key_limit: `[T]` int32, how many of the block's first keys each query sees, 0 to S.  Latents from the largest
             limit on may hold anything: they are never read.
         scale: factor on the scores, positive.
-        implementation: None chooses (see `dispatch`).  The reference unless asked: Mosaic's has not run on a card yet.
+        implementation: None chooses (see `dispatch`).
 
     Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, both float32; a query that sees no key has 0 and -inf.
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
