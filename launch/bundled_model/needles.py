@@ -27,6 +27,8 @@ from launch.bundled_model.wordings import (
 NOISE_SHARE = 0.2
 PASSKEY_NOISE_SHARE = 0.6
 """Of the texts: repeated sentences.  RULER's single needle and the passkey task have them."""
+SEVERAL = (2, 3, 4, 4, 4)
+"""Values of one key, or keys asked for at once; RULER has four."""
 
 
 class Fact(NamedTuple):
@@ -130,8 +132,9 @@ def _one_wording(
     one = "{key}" not in wording.fact
     queries = 1 if one else _how_many(rng, tokens)
     draw = rng.random()
-    per_key = int(rng.integers(2, 5)) if wording.many_fact and draw < 0.35 else 1
-    at_once = int(rng.integers(2, 5)) if wording.several[0] and draw > 0.65 else 1
+    several = int(rng.choice(SEVERAL))
+    per_key = several if wording.many_fact and draw < 0.35 else 1
+    at_once = several if wording.several[0] and draw > 0.65 else 1
     extra = 0 if one else int(queries * rng.uniform(0, 1))
     keys = _names(rng, queries * at_once + extra, vocabulary)
     kind = int(rng.choice(3, p=(0.8, 0.1, 0.1))) if wording.any_value else 0
