@@ -1,15 +1,16 @@
 """Checks and times the decode attention on one Hopper GPU: `python -m tests.gpu.check_mla_decode [--out DIR]`.
 
-Every group of cases runs in a process of its own; one that hangs is stopped and is the last.  First the reference in
-float32, then times of the whole operation and of its main kernel alone, beside the figures of FlashMLA.  Prints a
-table last, and writes it as JSON.  Exits with 1 if a bound is broken.
+Cases run in processes of their own (see `workers`): first those that compare with the reference in float32, several at
+a time, then times, one at a time while the next are compiled, beside the figures of FlashMLA.  Prints a table last, and
+writes all answers as JSON.  Exits with 1 if a bound is broken.
 """
 
 import argparse
 import functools
 import json
-import subprocess
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,15 @@ import numpy as np
 
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from jaxinfer.kernels.reference import mla_decode as reference
+from tests.gpu import workers
+from tests.gpu.clock import LOCK, alone, seconds_of_host, seconds_of_kernels
 
+MODULE = "tests.gpu.check_mla_decode"
 RANK, ROPE = 512, 64
 DIM = RANK + ROPE
 SCALE = 0.07
 NORM_BOUND, LSE_BOUND = 4e-3, 2e-3
 PROCESSORS = 132
-SECONDS = 70
 
 # name: batch, tokens, heads, page size, lengths (a number or "uneven"), FlashMLA on an H200.
 TIMED = {
@@ -101,96 +104,87 @@ def check(name: str) -> dict:
     lse_error = float(np.max(np.abs(lse - wanted_lse)[~empty], initial=0.0))
     good = error <= NORM_BOUND and lse_error <= LSE_BOUND and same
     good &= bool(np.all(np.isneginf(lse[empty]))) and bool(np.all(out[empty] == 0))
-    return {"name": name, "good": bool(good), "error": error, "lse": lse_error, "repeats": bool(same)}
+    said = f"{'ok' if good else 'BAD'} error {error:.1e}, log-sum-exp {lse_error:.1e}, repeats {same}"
+    return {"said": said} if good else {"said": said, "failed": f"; bounds {NORM_BOUND}, {LSE_BOUND}"}
 
 
-def seconds(function: Callable, *arguments) -> float:
-    jax.block_until_ready(function(*arguments))
-    samples = []
-    for _ in range(9):
-        begin = time.perf_counter()
-        outs = [function(*arguments) for _ in range(3)]
-        jax.block_until_ready(outs)
-        samples.append((time.perf_counter() - begin) / 3)
-    return float(np.median(samples))
-
-
-def measure(name: str) -> dict:
+def measure(name: str, processors: int = PROCESSORS) -> dict:
     """Time of the operation for several layers in one program: nothing of a layer is in the L2 when its turn comes."""
     batch, tokens, heads, page_size, spec, peer = TIMED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
     layers = 2 if spec == "uneven" or batch == 1 else 3
-    keys = jax.random.split(jax.random.key(0), layers)
-    cache = jnp.stack([random_latents(key, pages, page_size) for key in keys])
-    q = jax.random.normal(jax.random.key(1), (batch, tokens, heads, DIM), jnp.float32).astype(jnp.bfloat16)
-    arguments = q, cache, jnp.asarray(table), jnp.asarray(lengths)
+    run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
 
     def whole(q, cache, table, lengths):
-        run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=PROCESSORS)
         return [run(q, cache, jnp.int32(layer), table, lengths) for layer in range(layers)]
 
-    took = seconds(jax.jit(whole), *arguments) / layers
-    merge = mosaic._merge
-    mosaic._merge = lambda shape, operands, out, lse: (out, lse)
-    attend = seconds(jax.jit(lambda *a: whole(*a)), *arguments) / layers
-    mosaic._merge = merge
+    def operands(key):
+        q = jax.random.normal(key, (batch, tokens, heads, DIM), jnp.bfloat16)
+        return q, jax.random.normal(key, (layers, pages, page_size, DIM), jnp.bfloat16)
+
+    key = jax.random.key(0)
+    make = jax.jit(operands).lower(key).compile()
+    places = jnp.asarray(table), jnp.asarray(lengths)
+    program = jax.jit(whole).lower(*jax.eval_shape(operands, key), *places).compile()
+    with alone():
+        arguments = *make(key), *places
+        kernels = seconds_of_kernels(program, *arguments)
+        took = seconds_of_host(program, *arguments) / layers
+    merging = sum(seconds for kernel, seconds in kernels.items() if "merge" in kernel) / layers
+    attending = sum(seconds for kernel, seconds in kernels.items() if "mla_decode" in kernel) / layers - merging
+    others = sum(kernels.values()) / layers - attending - merging
     keys_seen = int(lengths.sum())
-    flops = 2 * tokens * heads * keys_seen * (DIM + RANK)
-    moved = keys_seen * DIM * 2
-    return {
-        "name": name,
-        "peer": peer,
-        "microseconds": took * 1e6,
-        "without merge": attend * 1e6,
-        "TFLOP/s": flops / took / 1e12,
-        "TB/s": moved / took / 1e12,
-        "TFLOP/s without merge": flops / attend / 1e12,
-        "TB/s without merge": moved / attend / 1e12,
-    }
+    flops, moved = 2 * tokens * heads * keys_seen * (DIM + RANK), keys_seen * DIM * 2
+    both = attending + merging
+    said = (
+        f"{attending * 1e6:.0f} us + merge {merging * 1e6:.1f} + others {others * 1e6:.1f}, by the host "
+        f"{took * 1e6:.0f}; {flops / attending / 1e12:.0f} TFLOP/s, {moved / attending / 1e12:.2f} TB/s; with merge "
+        f"{flops / both / 1e12:.0f}, {moved / both / 1e12:.2f}"
+    )
+    return {"said": said, "peer": peer, "flops": flops, "bytes": moved, "host": took, "kernels": kernels}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for decode.json")
-    parser.add_argument("--case", nargs="*", help="run these cases in this process")
+def cases() -> dict[str, Callable[[], dict]]:
+    checks = {f"check {name}": functools.partial(check, name) for name in CHECKED}
+    return checks | {f"time {name}": functools.partial(measure, name) for name in TIMED}
+
+
+def run(module: str, cases: dict[str, Callable[[], dict]], description: str | None) -> int:
+    """The command line of a check whose cases' names begin with `check` or `time`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=120, help="no case begins after so long")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case is not None:
-        for name in arguments.case:
-            print("RESULT " + json.dumps(check(name) if name in CHECKED else measure(name)), flush=True)
+    os.environ.setdefault(LOCK, str(Path(tempfile.mkdtemp()) / "lock"))
+    if arguments.worker:
+        workers.work(cases)
         return 0
-    started, results, failed = time.monotonic(), [], []
-    checked, timed = list(CHECKED), list(TIMED)
-    for group in checked[:3], checked[3:6], checked[6:], timed[:4], timed[4:]:
-        command = [sys.executable, "-m", "tests.gpu.check_mla_decode", "--case", *group]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            output, code = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired as error:
-            output, code = ((error.stdout or b"") + (error.stderr or b"")).decode(errors="replace"), "hang"
-        found = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
-        results += found
-        for result in found:
-            print(f"[{time.monotonic() - started:5.0f}] {json.dumps(result)}", flush=True)
-        failed += [result["name"] for result in found if not result.get("good", True)]
-        if code != 0:
-            failed += group[len(found) :]
-            print(f"[{time.monotonic() - started:5.0f}] FAILED {group} ({code})\n{output[-2500:]}", flush=True)
-        if code == "hang":
-            break
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "decode.json").write_text(json.dumps(results, indent=1))
-    print("\n| case | µs | without merge | TFLOP/s | TB/s | FlashMLA |\n|---|---|---|---|---|---|")
-    for r in results:
-        if "microseconds" in r:
-            print(
-                f"| {r['name']} | {r['microseconds']:.0f} | {r['without merge']:.0f} | {r['TFLOP/s']:.0f} "
-                f"| {r['TB/s']:.2f} | {r['peer']} |"
-            )
-    print("broken: " + (", ".join(failed) or "none"))
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in cases if arguments.only in name]
+    names.sort(key=lambda name: not name.startswith("check "))
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
+    }
+    answers = workers.run(module, names, arguments.workers, 40, arguments.seconds, environment)
+    (arguments.out / f"{module.split('.')[-1]}.json").write_text(json.dumps(answers, indent=1))
+    print()
+    for name in names:
+        if name in answers:
+            answer = answers[name]
+            peer = f" (FlashMLA {answer['peer']})" if answer.get("peer") else ""
+            print(f"{name}: {answer.get('said', '')}{peer} {answer.get('failed', '')}")
+    failed = [name for name, answer in answers.items() if "failed" in answer]
+    for name in failed:
+        print(f"BROKEN {name}: {answers[name]['failed']}\n{answers[name].get('trace', '')[-800:]}")
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(MODULE, cases(), __doc__))
