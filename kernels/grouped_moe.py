@@ -12,7 +12,13 @@ ROWS = 16384
 
 
 def grouped_moe_experts(
-    x: Activation, experts: jax.Array, weights: jax.Array, gate_up: Weight, down: Quantized, dtype
+    x: Activation,
+    experts: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Quantized,
+    layer: jax.Array | int,
+    dtype,
 ) -> jax.Array:
     """See `jaxinfer.kernels.moe.moe_experts`.
 
@@ -20,7 +26,8 @@ def grouped_moe_experts(
     token's experts gathers their rows in the order of the router's choice: no order of additions is left to chance.
     """
     tokens, per_token = experts.shape
-    num_experts = down.shape[0]
+    num_experts = down.shape[1]
+    first_expert = layer * num_experts
     pairs = tokens * per_token
     rows = min(pairs, ROWS)
     local = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
@@ -35,10 +42,10 @@ def grouped_moe_experts(
         inside = [jnp.clip(bound - first, 0, rows) for bound in (ends - sizes, ends)]
         counts = (inside[1] - inside[0]).astype(jnp.int32)
         taken = jax.tree.map(lambda array: array[pair // per_token], x)
-        hidden = swiglu_for(down, _product(taken, gate_up, counts, dtype))
+        hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype))
         factor = weights.reshape(-1)[pair]
         scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
-        y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, dtype)
+        y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, first_expert, dtype)
         for choice in range(per_token):
             row = place[:, choice] - first
             mine = (row >= 0) & (row < rows) & (place[:, choice] < ends[-1])
@@ -52,12 +59,13 @@ def grouped_moe_experts(
     return lax.fori_loop(0, (ends[-1] + rows - 1) // rows, window, out)
 
 
-def _product(x: Activation, gate_up: Weight, counts: jax.Array, dtype) -> jax.Array:
+def _product(x: Activation, gate_up: Weight, counts: jax.Array, first_expert, dtype) -> jax.Array:
     """Gate and up projections, `[rows, 2 I]` of `dtype`."""
     if isinstance(x, Quantized) and isinstance(gate_up, Quantized):
-        return grouped_product(x, gate_up, counts, dtype)
+        return grouped_product(x, gate_up, counts, first_expert, dtype)
     assert not isinstance(x, Quantized) and not isinstance(gate_up, Quantized)
-    matrices = gate_up.reshape(gate_up.shape[0], -1, x.shape[1])
+    matrices = gate_up.reshape(gate_up.shape[0] * gate_up.shape[1], -1, x.shape[1])
     if x.dtype == jnp.bfloat16:
-        return grouped_gemm(x, matrices, counts, out_dtype=dtype)
-    return lax.ragged_dot(x, matrices.swapaxes(1, 2), counts, precision=lax.Precision.HIGHEST)
+        return grouped_gemm(x, matrices, counts, first_group=first_expert, out_dtype=dtype)
+    own = lax.dynamic_slice_in_dim(matrices, first_expert, counts.shape[0])
+    return lax.ragged_dot(x, own.swapaxes(1, 2), counts, precision=lax.Precision.HIGHEST)

@@ -9,7 +9,14 @@ from jaxinfer.kernels.reference import moe as reference
 
 
 def moe_experts(
-    x: Activation, experts: jax.Array, weights: jax.Array, gate_up: Weight, down: Weight, *, dtype=jnp.float32
+    x: Activation,
+    experts: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    layer: jax.Array | int,
+    *,
+    dtype=jnp.float32,
 ) -> jax.Array:
     """Weighted sum of SwiGLU experts over the tokens routed to them; no token is ever dropped.
 
@@ -18,12 +25,13 @@ def moe_experts(
         experts: `[T, k]` int32, the experts of each token, distinct; values outside `0 .. E-1` belong to other devices
             and add nothing.
         weights: `[T, k]` float32 routing weights.
-        gate_up: `[E, 2, I, d]`, the gate and up projections of each expert.
-        down: `[E, d, I]`.
+        gate_up: `[L, E, 2, I, d]`, the gate and up projections of each expert of each layer.
+        down: `[L, E, d, I]`.
+        layer: int32, the layer whose experts these are: they are read where they lie in the weights of all.
         dtype: of what lies between two quantised products.
 
     Returns: `[T, d]` float32, `sum_k weights[t, k] * down(silu(gate x) * up x)`.
     """
     if isinstance(down, Quantized):
-        return grouped_moe_experts(x, experts, weights, gate_up, down, dtype)
-    return reference.moe_experts(x, experts, weights, gate_up, down)
+        return grouped_moe_experts(x, experts, weights, gate_up, down, layer, dtype)
+    return reference.moe_experts(x, experts, weights, gate_up, down, layer)

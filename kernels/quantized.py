@@ -52,20 +52,26 @@ Weight = jax.Array | Quantized
 
 def product(x: Quantized, w: Quantized, out_dtype) -> jax.Array:
     """Activations `[T, K]` times one weight of N rows: `[T, N]` of `out_dtype` (see `gemm`)."""
-    values, scale = _matrices(w, 0, x.shape[1])
+    values, scale = _matrices(w, (), x.shape[1])
     return gemm(x.values, values, _by_rows(x.scale), scale, out_dtype=out_dtype)
 
 
-def grouped_product(x: Quantized, w: Quantized, group_sizes: jax.Array, out_dtype) -> jax.Array:
-    """Activations `[T, K]`, sorted by group, times the weights `[G, ...]` of their groups (see `grouped_gemm`)."""
-    values, scale = _matrices(w, 1, x.shape[1])
-    return grouped_gemm(x.values, values, group_sizes, _by_rows(x.scale), scale, out_dtype=out_dtype)
+def grouped_product(
+    x: Quantized, w: Quantized, group_sizes: jax.Array, first_group: jax.Array | int, out_dtype
+) -> jax.Array:
+    """Activations `[T, K]`, sorted by group, times the weights of their groups (see `grouped_gemm`).
+
+    The weights are `[L, G, ...]`, of which `first_group` counts the groups of all L.
+    """
+    values, scale = _matrices(w, (w.shape[0] * w.shape[1],), x.shape[1])
+    x_scale = _by_rows(x.scale)
+    return grouped_gemm(x.values, values, group_sizes, x_scale, scale, first_group=first_group, out_dtype=out_dtype)
 
 
-def _matrices(w: Quantized, groups: int, k: int) -> tuple[jax.Array, jax.Array]:
+def _matrices(w: Quantized, groups: tuple[int, ...], k: int) -> tuple[jax.Array, jax.Array]:
     """Values `[*groups, N, K]` and scales `[*groups, N]` or `[*groups, N / 128, K / 128]`, as products take them."""
-    lead = w.shape[:groups]
-    return w.values.reshape(*lead, -1, k), w.scale.reshape(*lead, -1, *(() if w.scheme == "row" else (k // BLOCK,)))
+    columns = () if w.scheme == "row" else (k // BLOCK,)
+    return w.values.reshape(*groups, -1, k), w.scale.reshape(*groups, -1, *columns)
 
 
 def _by_rows(scale: jax.Array) -> jax.Array:
@@ -96,7 +102,7 @@ def quantize_weight_like(w: jax.Array, like: Quantized) -> Quantized:
 
     Args: `w [*lead, *rows, *columns]` of any float type; `like` has shapes and types only.
     """
-    w = jnp.pad(w, [(0, large - small) for small, large in zip(w.shape, like.shape, strict=True)])
+    w = fill_up(w, like.shape)
     lead = w.shape[: like.lead] if like.scheme == "block" else ()
     matrices = w.reshape(*lead, -1, math.prod(w.shape[w.ndim - like.columns :]))
 
@@ -107,3 +113,8 @@ def quantize_weight_like(w: jax.Array, like: Quantized) -> Quantized:
         one = jax.vmap(one)
     values, scale = one(matrices)
     return Quantized(values.reshape(like.shape), scale.reshape(like.scale.shape), like.scheme, like.columns)
+
+
+def fill_up(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` in a corner of zeros of `shape`."""
+    return jnp.pad(x, [(0, large - small) for small, large in zip(x.shape, shape, strict=True)])

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.mapping import TreePath
-from jaxinfer.checkpoint.quantize import quantized_parameter
+from jaxinfer.checkpoint.quantize import held_as
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.probe import CLUSTERS, ProbeDials
@@ -54,7 +54,7 @@ def probe_parameters(specs: dict[str, Any], config: ModelConfig, dials: ProbeDia
         if path in made:
             value[:] = made[path]
         if isinstance(spec, Quantized):
-            return quantized_parameter(value, spec)
+            return held_as(value, spec)
         return jax.device_put(value.astype(spec.dtype), spec.sharding)
 
     return unflatten({path: parameter(path, spec) for path, spec in flat.items()})

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from jaxinfer.checkpoint.errors import CheckpointError
 from jaxinfer.checkpoint.mapping import Source, TreePath, shapes_of, sources
+from jaxinfer.checkpoint.quantize import fits
 from jaxinfer.checkpoint.tensors import Tensor, files_of, read_headers
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
@@ -115,7 +116,7 @@ class _Parameter:
             if not all(0 <= s < high - low for s, (low, high) in zip(start, bounds[:lead], strict=True)):
                 continue
             ranges = tuple(slice(low, high) for low, high in bounds[lead:])
-            if view[ranges].size == 0:  # a shard of zeros that fill a quantised weight up
+            if view[ranges].size == 0:  # a shard of the zeros that fill a parameter up
                 continue
             scaling = None
             if scale is not None and block is not None:
@@ -211,20 +212,13 @@ def _check_specs(wanted: dict[TreePath, list[Source]], specs: dict[TreePath, Any
     differing = [
         f"{'.'.join(path)}: expected {shapes.get(path)}, got {came.get(path)}"
         for path in dict.fromkeys([*shapes, *came])
-        if path not in shapes or path not in came or not _fits(shapes[path], came[path], specs[path])
+        if path not in shapes or path not in came or not fits(shapes[path], came[path])
     ]
     if differing:
         raise ValueError("the parameter specs are not those of the model: " + "; ".join(differing))
     unplaced = [".".join(path) for path, spec in specs.items() if spec.sharding is None]
     if unplaced:
         raise ValueError(f"expected a sharding in every parameter spec, found none in {', '.join(unplaced)}")
-
-
-def _fits(shape: tuple[int, ...], came: tuple[int, ...], spec: jax.ShapeDtypeStruct | Quantized) -> bool:
-    """Whether a parameter of `shape` fits a spec of shape `came`, which a quantised one may have filled up."""
-    if not isinstance(spec, Quantized) or len(shape) != len(came):
-        return shape == came
-    return all(size in (wanted, -(-wanted // BLOCK) * BLOCK) for wanted, size in zip(shape, came, strict=True))
 
 
 def _check_tensors(folder: Path, config: ModelConfig, wanted: dict[TreePath, list[Source]], tensors: dict[str, Tensor]):

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.checkpoint.errors import CheckpointError
 from jaxinfer.checkpoint.mapping import TreePath
-from jaxinfer.checkpoint.quantize import quantized_parameter
+from jaxinfer.checkpoint.quantize import fits, held_as
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.quantized import Quantized
@@ -107,12 +107,12 @@ def restore(folder: Path, specs: dict[str, Any], quantized: str | None = None) -
         arrays = flatten(checkpointer.restore(folder / _PARAMS, unflatten(read)))
     parameters: dict[TreePath, Any] = {}
     for path, spec in flat.items():
-        if not isinstance(spec, Quantized):
-            parameters[path] = arrays[path]
-        elif quantized:
+        if quantized and isinstance(spec, Quantized):
             parameters[path] = replace(spec, values=arrays[*path, "values"], scale=arrays[*path, "scale"])
         else:
-            parameters[path] = quantized_parameter(arrays.pop(path), spec)
+            array = arrays.pop(path)
+            as_it_is = not isinstance(spec, Quantized) and array.shape == spec.shape
+            parameters[path] = array if as_it_is else held_as(array, spec)
     return unflatten(parameters)
 
 
@@ -128,14 +128,15 @@ def _apart(flat: dict[TreePath, Any]) -> dict[TreePath, Any]:
 
 
 def _plain(spec: jax.ShapeDtypeStruct | Quantized, stored: Any) -> jax.ShapeDtypeStruct:
-    """What is read for a parameter from a folder that is not quantised: in the type and shape in which it lies there.
+    """What is read for a parameter from a folder that is not quantised: if it will be converted, as it lies there.
 
-    Dimensions that a quantised parameter fills up may not divide as its own do: such a parameter is read whole.
+    The dimensions of one that is to be filled up may not divide as those of the result do: it is read whole.
     """
-    if not isinstance(spec, Quantized) or stored is None:
-        return spec if not isinstance(spec, Quantized) else spec.values
-    sharding = spec.sharding
-    if tuple(stored.shape) != tuple(spec.shape):
+    plain = spec.values if isinstance(spec, Quantized) else spec
+    if stored is None or (plain is spec and tuple(stored.shape) == spec.shape) or not fits(stored.shape, spec.shape):
+        return plain
+    sharding = plain.sharding
+    if tuple(stored.shape) != plain.shape:
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
 

@@ -1,24 +1,32 @@
-"""Quantising parameters that exist, or are made, in a plain type."""
+"""Parameters in the form in which they are held: filled up with zeros to whole blocks, and quantised."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxinfer.kernels.quantized import Quantized, quantize_weight_like
+from jaxinfer.kernels.quantize import BLOCK
+from jaxinfer.kernels.quantized import Quantized, fill_up, quantize_weight_like
 
 
-def quantized_parameter(value: Any, spec: Quantized) -> Quantized:
-    """A parameter stacked over its layers, quantised to the shapes, types and shardings of `spec`.
+def fits(shape: tuple[int, ...], held: tuple[int, ...]) -> bool:
+    """Whether a parameter of `shape` may be held in the shape `held`: the same, or filled up to multiples of 128."""
+    if len(shape) != len(held):
+        return False
+    return all(size in (wanted, -(-wanted // BLOCK) * BLOCK) for wanted, size in zip(shape, held, strict=True))
 
-    `value` is an array of any float type; its trailing dimensions may be smaller than those of `spec`, which are filled
-    up with zeros.
-    """
-    shardings = jax.tree.map(lambda part: part.sharding, spec)
-    return jax.jit(partial(quantize_stack, lambda layer: layer, spec=spec), out_shardings=shardings)(value)
+
+def held_as(value: Any, spec: jax.ShapeDtypeStruct | Quantized) -> Any:
+    """A parameter, an array of any float type, in the shapes (see `fits`), types and shardings of `spec`."""
+
+    def convert(value):
+        if isinstance(spec, Quantized):
+            return quantize_stack(lambda layer: layer, value, spec)
+        return fill_up(value, spec.shape).astype(spec.dtype)
+
+    return jax.jit(convert, out_shardings=jax.tree.map(lambda part: part.sharding, spec))(value)
 
 
 def quantize_stack(weight: Callable[[Any], jax.Array], layers: Any, spec: Quantized) -> Quantized:

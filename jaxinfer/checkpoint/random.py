@@ -19,7 +19,7 @@ from jaxinfer.checkpoint.mapping import TreePath, shapes_of, sources
 from jaxinfer.checkpoint.quantize import quantize_stack
 from jaxinfer.checkpoint.tree import flatten, unflatten
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.kernels.quantized import Quantized
+from jaxinfer.kernels.quantized import Quantized, fill_up
 
 # Trailing dimensions of a weight over which it sums: 1 except for the output projection `[layers, d, heads, v]`.
 _SUMMED_DIMS = {"o": 2}
@@ -70,7 +70,7 @@ def _distribution(path: TreePath, shape: tuple[int, ...], layers: int) -> tuple[
 def _fill(
     salt: jax.Array, mean: jax.Array, deviation: jax.Array, *, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    return _values(_mix(salt), mean, deviation, shape).astype(spec.dtype)
+    return fill_up(_values(_mix(salt), mean, deviation, shape), spec.shape).astype(spec.dtype)
 
 
 def _fill_quantized(

@@ -21,6 +21,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, kind: str, precision: Precision):
         d, dtype = config.hidden_size, precision.dtype
         self.eps = config.rms_norm_eps
+        self.first_layer = 0 if kind == "dense" else config.num_dense_layers
         self.kind, self.dtype = kind, dtype
         self.attn_norm = weight((d,), (None,), dtype)
         self.attention = Attention(config, precision)
@@ -59,5 +60,6 @@ class Block(nnx.Module):
                 out = self.mlp(h, plan)
             else:
                 # The router sees the stream before it is rounded.
-                out = self.moe(rms_norm(x, self.mlp_norm, self.eps), h, batch.positions >= 0, plan)
+                stream = rms_norm(x, self.mlp_norm, self.eps)
+                out = self.moe(stream, h, batch.positions >= 0, layer - self.first_layer, plan)
             return x + out, cache

@@ -48,20 +48,25 @@ class MoE(nnx.Module):
             self.router_bias = weight((experts,), (None,), jnp.dtype(jnp.float32))
         self.width, self.axis = precision.width(config.moe_intermediate_size), precision.pieces("expert_mlp")
         self.gate_up = precision.matrix(
-            (experts, 2, self.width, d), ("experts", None, self.axis, None), lead=2, quantize=precision.first_ffn
+            (experts, 2, self.width, d),
+            ("experts", None, self.axis, None),
+            lead=2,
+            quantize=precision.first_ffn,
+            in_place=True,
         )
-        self.down = precision.matrix((experts, d, self.width), ("experts", None, self.axis), lead=1)
+        self.down = precision.matrix((experts, d, self.width), ("experts", None, self.axis), lead=1, in_place=True)
         if config.num_shared_experts:
             self.shared = MLP(d, config.num_shared_experts * config.moe_intermediate_size, precision)
 
-    def __call__(self, x: jax.Array, rows: Activation, occupied: jax.Array, plan: Plan) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Activation, occupied: jax.Array, layer: jax.Array, plan: Plan) -> jax.Array:
         """Float32 `x [T, d]`, which the router sees, and the same as the experts see it, `rows`, to float32 `[T, d]`.
 
-        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.
+        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.  `layer` counts the
+        mixture-of-experts layers.
         """
         experts, weights = self.route(x)
         experts = jnp.where(occupied[:, None], experts, self.config.num_experts)
-        out = self._routed(rows, experts, weights, plan)
+        out = self._routed(rows, experts, weights, layer, plan)
         return out + self.shared(rows, plan) if self.config.num_shared_experts else out
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +75,7 @@ class MoE(nnx.Module):
         bias = self.router_bias if self.config.router == "sigmoid_noaux_tc" else None
         return select_experts(logits, bias, self.config)
 
-    def _routed(self, x, experts, weights, plan):
+    def _routed(self, x, experts, weights, layer, plan):
         """Sends tokens to the ranks that hold their experts and sums what comes back, a tile of tokens at a time.
 
         Every rank receives all tokens of a tile and computes those of its own experts, so memory does not depend on
@@ -81,11 +86,11 @@ class MoE(nnx.Module):
         exchange = tuple(axis for axis in expert_axes if axis in plan.token_axes)
         replicated = tuple(axis for axis in expert_axes if axis not in plan.token_axes)
         reduce = replicated + plan.axes(self.axis, self.width)
-        first = lax.axis_index(expert_axes) * self.gate_up.shape[0] if expert_axes else 0
+        first = lax.axis_index(expert_axes) * self.gate_up.shape[1] if expert_axes else 0
 
         def tile(piece):
             x, experts, weights = jax.tree.map(lambda rows: all_gather(rows, exchange, 0), piece)
-            out = moe_experts(x, experts - first, weights, self.gate_up, self.down, dtype=self.dtype)
+            out = moe_experts(x, experts - first, weights, self.gate_up, self.down, layer, dtype=self.dtype)
             return reduce_scatter(all_reduce(out, reduce), exchange, 0)
 
         tokens, d = x.shape

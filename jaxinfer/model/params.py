@@ -15,12 +15,13 @@ from jaxinfer.sharding.rules import Plan, Rules
 Tree = dict[str, Any]
 
 
-def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Any:
+def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype, in_place: bool = False) -> Any:
     """A weight of one layer: its shape, what its dimensions are called (see `sharding.rules`) and its type.
 
-    An `nnx.Param` in the description of a model, an array in a module that `use` has given its weights.
+    An `nnx.Param` in the description of a model, an array in a module that `use` has given its weights; `in_place`: the
+    array of all layers, stacked, where the layer's kernels read their own from (see `apart`).
     """
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, in_place=in_place)
 
 
 def _is_param(leaf: Any) -> bool:
@@ -35,6 +36,24 @@ def axes_of(module: nnx.Module) -> Tree:
 def shapes_of(module: nnx.Module) -> Tree:
     """Shape and type of every weight of a module, as a nested dict of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(nnx.state(module))
+
+
+def apart(module: nnx.Module, weights: Tree) -> tuple[Tree, Tree]:
+    """The weights of stacked layers that are taken layer by layer, and those that are read in place; None elsewhere.
+
+    A scan hands its body slices, and those that an inner loop or branch needs have to be copied out of the stack.
+    """
+    marks = nnx.to_pure_dict(jax.tree.map(lambda p: p.replace(p.in_place), nnx.state(module), is_leaf=_is_param))
+    sliced = jax.tree.map(lambda in_place, array: None if in_place else array, marks, weights)
+    whole = jax.tree.map(lambda in_place, array: array if in_place else None, marks, weights)
+    return sliced, whole
+
+
+def together(sliced: Tree, whole: Tree) -> Tree:
+    """Inverse of `apart`."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, sliced, whole, is_leaf=lambda leaf: not isinstance(leaf, dict)
+    )
 
 
 def use(module: nnx.Module, weights: Tree, plan: Plan) -> nnx.Module:

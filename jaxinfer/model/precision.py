@@ -67,6 +67,7 @@ class Precision:
         lead: int = 0,
         columns: int = 1,
         quantize: bool = True,
+        in_place: bool = False,
     ) -> Any:
         """A weight `[*lead, *rows, *columns]` of one layer (see `params.weight`), quantised where this precision is.
 
@@ -75,10 +76,10 @@ class Precision:
         split = len(shape) - columns
         k = math.prod(shape[split:])
         if self.quantized is None or not quantize:
-            return weight(shape, axes, self.dtype)
+            return weight(shape, axes, self.dtype, in_place)
         if k % BLOCK:
             _log_unquantized(k)
-            return weight(shape, axes, self.dtype)
+            return weight(shape, axes, self.dtype, in_place)
         if self.scheme == "row":
             scale, scale_axes = shape[:split], axes[:split]
         else:
@@ -93,6 +94,7 @@ class Precision:
                 columns,
             ),
             axes=Quantized(axes, scale_axes, self.scheme, columns),
+            in_place=in_place,
         )
 
 

@@ -15,7 +15,7 @@ from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
-from jaxinfer.model.params import Tree, specs, use, weight
+from jaxinfer.model.params import Tree, apart, specs, together, use, weight
 from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.collectives import all_gather, own_piece
 from jaxinfer.sharding.layout import Layout
@@ -55,13 +55,15 @@ class Transformer:
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
         first = 0
         for name, group in self.groups.items():
+            sliced, whole = apart(group.block, params[name])
 
-            def step(carry, layer, block=group.block):
-                weights, index = layer
+            def step(carry, layer, block=group.block, whole=whole):
+                sliced, index = layer
+                weights = together(sliced, whole)
                 return use(block, weights, plan)(*carry, index, batch, (rope["cos"], rope["sin"]), layout, plan), None
 
             layers = jnp.arange(first, first + group.layers)
-            (x, cache), _ = lax.scan(step, (x, cache), (params[name], layers))
+            (x, cache), _ = lax.scan(step, (x, cache), (sliced, layers))
             first += group.layers
         return x, cache
 

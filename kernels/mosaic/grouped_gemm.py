@@ -37,7 +37,16 @@ def schedule(group_sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, j
 
 
 def grouped_gemm(
-    x, w, group_sizes, x_scale, w_scale, *, out_dtype, tiles: Tiles | None, on: Device | None = None
+    x,
+    w,
+    group_sizes,
+    x_scale,
+    w_scale,
+    *,
+    first_group: jax.Array | int = 0,
+    out_dtype,
+    tiles: Tiles | None,
+    on: Device | None = None,
 ) -> jax.Array:
     """See `jaxinfer.kernels.grouped_gemm.grouped_gemm`; `on` as in `gemm`."""
     scheme, operands = prepare(x, w, x_scale, w_scale)
@@ -48,9 +57,10 @@ def grouped_gemm(
         dtype=x.dtype,
         out_dtype=jnp.dtype(out_dtype),
         scheme=scheme,
-        groups=w.shape[0],
+        groups=group_sizes.shape[0],
     )
     on = on or device()
     tiles = tiles or choose(problem, on)
-    operands["schedule"], operands["row_tiles"] = schedule(group_sizes, problem.m, tiles.m)
+    table, operands["row_tiles"] = schedule(group_sizes, problem.m, tiles.m)
+    operands["schedule"] = table.at[0].add(first_group)
     return matmul(problem, tiles, operands, on.multiprocessors)[: x.shape[0]]

@@ -12,10 +12,10 @@ from jax import lax
 _BLOCK_ROWS = 128
 
 
-def moe_experts(x, experts, weights, gate_up, down):
+def moe_experts(x, experts, weights, gate_up, down, layer):
     """See `jaxinfer.kernels.moe_experts`.  Operands keep their type, products accumulate in float32."""
     tokens, per_token = experts.shape
-    num_experts = gate_up.shape[0]
+    num_experts = gate_up.shape[1]
     block = min(_BLOCK_ROWS, tokens)
 
     local = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
@@ -31,9 +31,9 @@ def moe_experts(x, experts, weights, gate_up, down):
         pair = order.at[first_row[expert] + offset].get(mode="clip")
         token = jnp.where(offset < rows[expert], pair // per_token, tokens)  # past the rows: out of range, dropped
         inputs = x.at[token].get(mode="fill", fill_value=0)
-        gate, up = jnp.einsum("td,gid->gti", inputs, gate_up[expert], preferred_element_type=jnp.float32)
+        gate, up = jnp.einsum("td,gid->gti", inputs, gate_up[layer, expert], preferred_element_type=jnp.float32)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        result = jnp.einsum("ti,di->td", hidden, down[expert], preferred_element_type=jnp.float32)
+        result = jnp.einsum("ti,di->td", hidden, down[layer, expert], preferred_element_type=jnp.float32)
         weight = weights.reshape(-1).at[pair].get(mode="clip")
         return out.at[token].add(result * weight[:, None], mode="drop")
 

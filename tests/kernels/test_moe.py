@@ -45,7 +45,7 @@ def test_against_a_loop_over_tokens(kind: str, tokens: int, block: int, monkeypa
     down = rng.normal(size=(EXPERTS, HIDDEN, WIDTH)) / 3
     experts = routing(kind, rng, tokens)
     x32, w32, gu32, d32 = (jnp.asarray(array, jnp.float32) for array in (x, weights, gate_up, down))
-    got = moe_experts(x32, jnp.asarray(experts, jnp.int32), w32, gu32, d32)
+    got = moe_experts(x32, jnp.asarray(experts, jnp.int32), w32, gu32[None], d32[None], 0)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected(x, experts, weights, gate_up, down), atol=3e-6)
 
@@ -59,8 +59,9 @@ def test_memory_does_not_depend_on_the_routing():
             ((tokens, 64), jnp.float32),
             ((tokens, 2), jnp.int32),
             ((tokens, 2), jnp.float32),
-            ((8, 2, 32, 64), jnp.float32),
-            ((8, 64, 32), jnp.float32),
+            ((1, 8, 2, 32, 64), jnp.float32),
+            ((1, 8, 64, 32), jnp.float32),
+            ((), jnp.int32),
         )
     ]
     memory = jax.jit(moe_experts).lower(*shapes).compile().memory_analysis()

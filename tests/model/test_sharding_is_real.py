@@ -97,11 +97,11 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str):
     mesh, plan, tokens = make(rules.mesh), Plan.prefill(rules), 4 * exchange_tokens(2**20, 8)
     precision = Precision(jnp.dtype(jnp.float32))
     layer = MoE(config, precision)
-    weights = specs(layer, None, rules, mesh)
+    weights = specs(layer, 1, rules, mesh)
     in_specs = jax.tree.map(lambda spec: spec.sharding.spec, weights)
 
     def step(weights, x, experts, scale):
-        return use(layer, weights, plan)._routed(x, experts, scale, plan)
+        return use(layer, weights, plan)._routed(x, experts, scale, 0, plan)
 
     spread = PartitionSpec(("cp", "ep"))
     sharded = jax.shard_map(
