@@ -1,0 +1,1 @@
+"""`python -m jaxinfer.bench COMMAND`: measurements, each command in a module of its own."""

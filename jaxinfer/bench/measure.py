@@ -1,0 +1,131 @@
+"""One case, measured in this process: `python -m jaxinfer.bench.measure` is the worker of `workers`."""
+
+import dataclasses
+import fcntl
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.bench import workers
+from jaxinfer.bench.attention import Decode, Prefill
+from jaxinfer.bench.operation import Case, Operation, sets_of
+from jaxinfer.bench.products import Gemm, GroupedGemm
+from jaxinfer.bench.quantization import Quantize
+from jaxinfer.bench.timing import measure
+from jaxinfer.kernels.dispatch import Implementation
+
+OPERATIONS: dict[str, Operation] = {op.name: op for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode())}
+
+
+@contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Holds the device: nothing else runs there while something is timed."""
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure_case(
+    op: str,
+    form: str,
+    shape: list[int],
+    *,
+    implementation: Implementation | None,
+    repeats: int,
+    check: bool,
+    peers: bool,
+    lock: str,
+) -> dict[str, Any]:
+    """Compiles and times a case, compares a part of its result with float64, and times torch's kernel.
+
+    The errors are ||y - exact|| / ||exact|| of normal data and, where a bias shows, the mean of y - exact over the mean
+    of |exact| of positive data.
+
+    Args:
+        op, form, shape: of the `Case`.
+        lock: a file that the workers of a run lock to have the device for themselves.
+
+    Returns: the figures of a record (see `kernels`).
+    """
+    case, operation = Case(op, form, tuple(shape)), OPERATIONS[op]
+    if peers:
+        from jaxinfer.bench import peers as torch_peers  # loads torch: before the device is held
+    programs = _compile(operation, case, implementation, lock)
+    with alone(lock):
+        answer = _run(operation, case, programs, repeats, check)
+        if peers:
+            answer["peer"] = _peer(operation, case, torch_peers, repeats)
+            torch_peers.release()
+    if check:
+        answer |= _errors(operation, case, answer.pop("samples"))
+    return answer | _known(operation, case) | {"compile_seconds": programs.compile_seconds}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """Compiled: operands of a seed, the operation on them, and the part of both that is compared."""
+
+    make: Callable[..., tuple]
+    run: Callable[..., Any]
+    sample: Callable[..., dict[str, jax.Array]]
+    compile_seconds: float
+
+
+def _compile(operation: Operation, case: Case, implementation: Implementation | None, lock: str) -> _Programs:
+    seed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    make = jax.jit(functools.partial(operation.operands, case)).lower(*seed).compile()
+    with alone(lock) if operation.autotuned else nullcontext():
+        begin = time.perf_counter()
+        run = jax.jit(functools.partial(operation.run, case, implementation)).lower(*make.out_info).compile()
+        took = time.perf_counter() - begin
+    sample = jax.jit(functools.partial(operation.sample, case)).lower(make.out_info, run.out_info).compile()
+    return _Programs(make, run, sample, took)
+
+
+def _run(operation: Operation, case: Case, programs: _Programs, repeats: int, check: bool) -> dict[str, Any]:
+    """The figures of `timing`, and `samples` of normal and of positive operands."""
+    count = sets_of(operation.work(case).bytes)
+    sets = [programs.make(jnp.int32(i), jnp.bool_(False)) for i in range(count)]
+    timing = measure(lambda i: programs.run(*sets[i % count]), jax.block_until_ready, repeats)
+    answer = dataclasses.asdict(timing)
+    if check:
+        every = sets[0], programs.make(jnp.int32(count), jnp.bool_(True))
+        answer["samples"] = [jax.device_get(programs.sample(one, programs.run(*one))) for one in every]
+    return answer
+
+
+def _errors(operation: Operation, case: Case, samples: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    (got, exact), (got_positive, exact_positive) = (operation.compare(case, sample) for sample in samples)
+    if not (np.isfinite(got).all() and np.isfinite(got_positive).all()):
+        raise FloatingPointError("expected a finite result")
+    return {
+        "error": float(np.linalg.norm(got - exact) / np.linalg.norm(exact)),
+        "signed_error": float((got_positive - exact_positive).mean() / np.abs(exact_positive).mean()),
+    }
+
+
+def _known(operation: Operation, case: Case) -> dict[str, Any]:
+    return {**dataclasses.asdict(operation.work(case)), "tiles": operation.tiles(case)}
+
+
+def _peer(operation: Operation, case: Case, torch_peers: Any, repeats: int) -> dict[str, Any] | None:
+    """A peer that cannot do it says so, and the case stands."""
+    try:
+        peer = operation.peer(case)
+        if peer is None:
+            return None
+        timing = measure(peer.run, torch_peers.wait, repeats)
+        flops = (peer.work or operation.work(case)).flops
+        return {"name": peer.name, "flops": flops, "seconds": timing.seconds, "clock": timing.clock}
+    except RuntimeError as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+if __name__ == "__main__":
+    workers.work(measure_case)
