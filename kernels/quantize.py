@@ -10,6 +10,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.mosaic import quantize as mosaic
 from jaxinfer.kernels.reference import quantize as reference
 
 Scheme = Literal["row", "block"]
@@ -17,7 +19,12 @@ BLOCK = reference.BLOCK
 
 
 def quantize(
-    x: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
+    x: jax.Array,
+    *,
+    scheme: Scheme = "row",
+    dtype=jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`x / scale`, rounded to nearest even and saturated; `scale = max(|x|, 1e-4) * (1 / largest)`.
 
@@ -28,12 +35,15 @@ def quantize(
         x: `[M, K]`; K a multiple of 128 for blocks.
         scheme: `row` or `block`.
         dtype: `float8_e4m3fn`, or `int8` (rows only).
+        implementation: None chooses (see `dispatch`).
 
     Returns: `q [M, K]` of `dtype` and float32 scales, `[M]` for rows and `[K / 128, M]` for blocks.
-    Raises: ValueError if shape, scheme and dtype do not fit together.
+    Raises: ValueError if shape, scheme and dtype do not fit together, or Mosaic is asked for and cannot take them.
     """
     check(x.shape, scheme, dtype)
-    return reference.quantize(x, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+    return _implementation("quantize", implementation, x, x.shape[1]).quantize(
+        x, scheme=scheme, dtype=dtype, power_of_two=power_of_two
+    )
 
 
 def rms_norm_quantize(
@@ -44,24 +54,39 @@ def rms_norm_quantize(
     scheme: Scheme = "row",
     dtype=jnp.float8_e4m3fn,
     power_of_two: bool = False,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize(rms_norm(x, weight, eps))` with the norm kept in float32: one rounding fewer than the two steps.
 
     Args: `x [M, K]`, `weight [K]`.  Returns and raises what `quantize` does.
     """
     check(x.shape, scheme, dtype)
-    return reference.rms_norm_quantize(x, weight, eps, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+    chosen = _implementation("rms_norm_quantize", implementation, x, x.shape[1])
+    return chosen.rms_norm_quantize(x, weight, eps, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
 
 
 def swiglu_quantize(
-    gate_up: jax.Array, *, scheme: Scheme = "row", dtype=jnp.float8_e4m3fn, power_of_two: bool = False
+    gate_up: jax.Array,
+    *,
+    scheme: Scheme = "row",
+    dtype=jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize(silu(gate) * up)` in float32 (arXiv 2002.05202).
 
     Args: `gate_up [M, 2 I]`, gate first.  Returns `q [M, I]` and the scales that `quantize` gives; raises what it does.
     """
     check((gate_up.shape[0], gate_up.shape[1] // 2), scheme, dtype)
-    return reference.swiglu_quantize(gate_up, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+    chosen = _implementation("swiglu_quantize", implementation, gate_up, gate_up.shape[1] // 2)
+    return chosen.swiglu_quantize(gate_up, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+
+
+def _implementation(op: str, implementation: dispatch.Implementation | None, x: jax.Array, columns: int):
+    """The module that quantises rows of `columns` numbers made of those of `x`."""
+    # Mosaic where it is asked for by name, until its times have been seen on a card.
+    reason = mosaic.reason_against(x.shape[0], columns, x.dtype)
+    return mosaic if dispatch.choose(op, implementation or "reference", reason) == "mosaic" else reference
 
 
 def dequantize(q: jax.Array, scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:

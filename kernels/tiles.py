@@ -23,17 +23,13 @@ class Tiles:
     """Tiles of a product on Hopper; a step over K is always 128 bytes.
 
     Attributes:
-        m: rows of a thread block: 128 (each of the two math warpgroups takes 64 rows) or 64 (each takes half the
-            columns).
-        n: columns of a thread block, a multiple of 32 (m = 128) or 64 (m = 64).
+        m: rows of a thread block: 128 or 192 (each of two or three math warpgroups takes 64 rows), or 64 (each of two
+            takes half the columns).
+        n: columns of a thread block, a multiple of 32, or 64 where m = 64.
         stages: steps over K held in shared memory at a time.
         cluster: thread blocks that share the loads of one operand: 1 or 2.
         shared: that operand: `x` for blocks of neighbouring columns, `w` of neighbouring rows (not for groups).
         raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
-        halves: 0, or the steps over K through which a warpgroup keeps two accumulators of half its columns, one filled
-            while the other is added up.
-        skew: steps over K that the second math warpgroup begins after the first, so that their epilogues part.
-        order: whether the math warpgroups take turns: 0 no, 1 in issuing products, 2 in computing them.
     """
 
     m: int
@@ -42,20 +38,22 @@ class Tiles:
     cluster: int = 1
     shared: str = "x"
     raster: int = 8
-    halves: int = 0
-    order: int = 0
-    skew: int = 0
 
     def __post_init__(self):
-        if self.m not in (64, 128) or self.n % (32 if self.m == 128 else 64):
-            raise ValueError(f"expected m = 128 and n % 32 = 0, or m = 64 and n % 64 = 0, got {self}")
+        if self.m not in (64, 128, 192) or self.n % (64 if self.m == 64 else 32):
+            raise ValueError(f"expected m = 128 or 192 and n % 32 = 0, or m = 64 and n % 64 = 0, got {self}")
         if self.cluster not in (1, 2) or self.shared not in ("x", "w") or self.stages < 2 or self.raster < 1:
             raise ValueError(f"expected cluster 1 or 2, shared x or w, stages >= 2, raster >= 1, got {self}")
 
     @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return 3 if self.m == 192 else 2
+
+    @property
     def width(self) -> int:
         """Columns of a math warpgroup."""
-        return self.n if self.m == 128 else self.n // 2
+        return self.n // 2 if self.m == 64 else self.n
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,9 +119,25 @@ def output_columns(problem: Problem, tiles: Tiles) -> int:
 
 
 def output_slots(problem: Problem, tiles: Tiles) -> int:
-    """Buffers of a math warpgroup for columns on their way out: for all of a tile's where they fit, else 2."""
+    """Buffers of a math warpgroup for columns on their way out: for all of a tile's where they fit, else fewer."""
     slots = math.ceil(tiles.width / output_columns(problem, tiles))
-    return slots if slots > 2 and _shared_memory_bytes(problem, tiles, slots) <= SHARED_MEMORY else 2
+    fitting = (s for s in (slots, 2, 1) if _shared_memory_bytes(problem, tiles, s) <= SHARED_MEMORY)
+    return next(fitting, 1)
+
+
+def last_wave(problem: Problem, tiles: Tiles, multiprocessors: int) -> tuple[int, int]:
+    """How many tiles (pairs of them in clusters of two) stay whole, and into how many parts the others are cut.
+
+    Tiles that do not fill the last wave are cut by columns, if that many parts fit into it; a part is less efficient
+    than a whole tile, and takes about `1 / 4 + 3 / 4 / parts` of its time.
+    """
+    tall, wide = (1, tiles.cluster) if tiles.shared == "x" else (tiles.cluster, 1)
+    count = math.ceil(problem.m / (tiles.m * tall)) * math.ceil(problem.n / (tiles.n * wide))
+    blocks = multiprocessors // tiles.cluster
+    rest = count % blocks
+    most = tiles.n // output_columns(problem, tiles) if tiles.m > 64 else 1
+    parts = max((p for p in range(1, most + 1) if most % p == 0 and rest * p <= blocks), default=1)
+    return (count, 1) if rest == 0 or count < blocks or parts == 1 else (count - rest, parts)
 
 
 def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
@@ -135,7 +149,7 @@ def _shared_memory_bytes(problem: Problem, tiles: Tiles, slots: int) -> int:
     row, block = problem.scheme == "row", problem.scheme == "block"
     stage = (tiles.m + tiles.n) * 128 + tiles.m * 4 * block
     row_bytes = slots * output_columns(problem, tiles) * problem.out_dtype.itemsize
-    stores = 2 * 64 * (row_bytes + 128 * (problem.groups is not None))
+    stores = tiles.warpgroups * 64 * (row_bytes + 128 * (problem.groups is not None))
     sides = 4 * ((tiles.m + tiles.n) * row + tiles.n * problem.bias)
     return tiles.stages * stage + stores + sides
 
@@ -152,6 +166,7 @@ def candidates(problem: Problem) -> list[Tiles]:
                 tiles
                 for stages in range(2, 9)
                 if shared_memory_bytes(problem, tiles := Tiles(m=m, n=n, stages=stages)) <= SHARED_MEMORY
+                and output_slots(problem, tiles) > 1
             ]
             found += fitting[-1:]
     return found

@@ -7,8 +7,8 @@ form of `kernels/tiles.json`, the best tiles.  Exits with 1 if a bound is broken
 """
 
 import argparse
+import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import os
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,13 @@ import numpy as np
 
 from jaxinfer.kernels.gemm import gemm
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
-from jaxinfer.kernels.quantize import quantize, rms_norm_quantize, swiglu_quantize
-from jaxinfer.kernels.tiles import Tiles
-from tests.gpu import workers
-from tests.oracles import FIXTURES
+from jaxinfer.kernels.tiles import Problem, Tiles
+from tests.gpu import quantization, workers
+from tests.gpu.alone import LOCK, Alone
 
 MODULE = "tests.gpu.check_gemm"
-LOCK = "CHECK_GEMM_LOCK"
 NORM_BOUND, BIAS_BOUND = 3e-3, 1e-3
-QUANTIZED_ROWS = 32768
+NOISE = 0.01
 
 # DeepGEMM on an H200, TFLOP/s: docs of the project's design, measured 2026-11-29.
 DENSE = {
@@ -54,19 +53,21 @@ GROUPED = {
 }
 UNEVEN, ONE_GROUP, FEW = [170, 1, 0, 300, 65, 464], [0, 0, 1000, 0, 0, 0], [0, 3, 0, 0, 0, 0]
 ALIGNED = [128, 256, 0, 384, 128, 104]
-SMALL = "64x128/7", "64x256/4", "64x64/8", "128x64/7"
+SMALL = "64x128/7", "64x256/4", "128x64/7"
 WIDE = (
-    *("128x192/4", "128x192/4/c2w", "128x192/4/c2x", "128x160/4", "128x128/5"),
-    *("128x192/4/s1", "128x192/4/o1", "128x192/4/r16", "128x128/5/c2w"),
+    *("128x192/4", "128x192/4/c2w", "128x192/4/c2x", "128x192/5", "128x192/4/r16", "128x160/4", "128x128/5"),
+    *("192x128/4", "192x128/4/c2w", "192x128/4/c2x", "192x128/5", "128x192/5/c2w", "192x128/5/c2w"),
 )
-THOROUGH = (
-    *("128x192/4/h1", "128x192/4/h2", "128x192/4/o2", "128x192/3", "128x160/4/h2", "128x160/4/c2w", "128x192/4/r4"),
-    *("128x192/4/o1/c2w", "128x192/4/h1/c2w", "128x192/4/r16/c2w", "128x192/4/s1/c2w", "128x128/5/h2"),
-    *("128x192/4/s2", "128x160/5", "128x160/5/s2", "128x128/5/s2"),
-)
-EXACT = "128x256/4", "128x256/4/c2w", "128x256/4/s1", "128x256/4/s2", "128x256/3", "128x256/4/r16", "128x192/4"
-GROUPED_WIDE = "128x192/4", "128x160/4", "128x128/5", "128x192/4/c2x", "128x192/4/r16", "128x192/4/h2"
-FEW_ROWS = "64x128/6", "64x256/4", "64x128/4", "128x128/5"
+EXACT = "128x256/4", "128x256/4/c2w", "128x256/4/r16", "128x192/4"
+GROUPED_WIDE = "128x192/4", "128x192/4/c2x", "128x192/4/r16", "192x128/4", "192x128/4/c2x", "192x128/4/r16"
+FEW_ROWS = "64x128/6", "64x256/4", "64x128/4"
+SUSTAINED = {
+    ("row", "block"): ("128x192/4", "128x192/4/c2w", "192x128/4", "192x128/4/c2w"),
+    ("int8",): ("128x192/4", "128x256/4"),
+}
+SUSTAINED_SECONDS = 0.8
+FLOP_PER_CYCLE = 8192
+"""Of the tensor cores of a multiprocessor of Hopper, 8-bit."""
 
 
 def tiles_of(name: str) -> Tiles:
@@ -78,7 +79,7 @@ def tiles_of(name: str) -> Tiles:
         if part[0] == "c":
             fields |= {"cluster": int(part[1]), "shared": part[2]}
         else:
-            fields[{"r": "raster", "h": "halves", "o": "order", "s": "skew"}[part[0]]] = int(part[1:])
+            fields["raster"] = int(part.removeprefix("r"))
     return Tiles(m=int(m), n=int(n), stages=int(stages), **fields)
 
 
@@ -137,15 +138,6 @@ def check_large_offsets(m: int, n: int, k: int) -> dict:
     return compare(y[-200:], wide(x[-200:], x_scale[-200:], False) @ wide(w, w_scale, True).T)
 
 
-def check_quantize(name: str) -> dict:
-    oracle = np.load(FIXTURES / "quant_oracle.npz")
-    q, scale = quantize(jnp.asarray(oracle["x"]), scheme="block", power_of_two=name == "ue8m0")
-    good = np.array_equal(np.asarray(q).view(np.uint8), oracle[f"fp8_b128_{name}_q"])
-    good &= np.array_equal(np.asarray(scale).T, oracle[f"fp8_b128_{name}_s"])
-    answer = {"good": bool(good), "said": f"bits equal to the recorded ones: {good}"}
-    return answer if good else answer | {"failed": "bits differ"}
-
-
 def checks() -> dict[str, Callable[[], dict]]:
     found: dict[str, Callable[[], dict]] = {}
 
@@ -178,26 +170,18 @@ def checks() -> dict[str, Callable[[], dict]]:
             dense(form, 1000, 2112, 7168, "normal", tiles)
     dense("block", 300, 576, 1024, "normal", extra=True)
     for form in ("row", "block"):
-        for option in ("h1", "h2", "o1", "o2", "s2"):
-            dense(form, 1000, 2112, 7168, "normal", f"128x192/4/{option}")
+        for tiles in ("192x128/4", "192x128/4/c2w", "128x192/5"):
+            dense(form, 1000, 2112, 7168, "normal", tiles)
+        # The tiles of the second wave are cut in parts.
+        for tiles in ("128x192/4", "192x128/4", "128x192/4/c2w", "128x192/4/c2x"):
+            dense(form, 1500, 2560, 1024, "normal", tiles)
+        grouped(form, UNEVEN, "192x128/4")
+    dense("int8", 1500, 2560, 1024, "normal", "128x192/4")
     found["check gemm row, more than 2^31 elements"] = functools.partial(check_large_offsets, 65544, 36864, 128)
-    for scales in ("f32", "ue8m0"):
-        found[f"check quantize 1x128 {scales}"] = functools.partial(check_quantize, scales)
     return found
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
-
-
-class Alone:
-    """Holds the card while something is timed; other workers compile meanwhile."""
-
-    def __enter__(self):
-        self.file = open(os.environ[LOCK], "w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_):
-        self.file.close()
 
 
 def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: str, uneven: bool = False) -> dict:
@@ -222,6 +206,41 @@ def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: s
     said = f"{seconds * 1e6:.1f} us ({both * 1e6:.1f} with others), {flops / seconds / 1e12:.0f} TFLOP/s"
     answer = {"tiles": tiles, "seconds": seconds, "both": both, "said": said}
     return answer if uneven else answer | {"key": [form, groups, m, n, k]}
+
+
+def time_sustained(form: str, m: int, n: int, k: int, tiles: str, single: bool) -> dict:
+    """One choice of tiles for long enough that the clock settles: rate, clock, power, share of the cycles.
+
+    Args: `single` accumulates all of K in the tensor cores, which is wrong in e4m3 and says what promotion costs.
+    """
+    from tests.gpu.products import ROTATED, random_operands, shapes_of
+
+    one = jax.jit(functools.partial(gemm, implementation="mosaic", tiles=tiles_of(tiles)))
+    program = jax.jit(lambda *sets: [one(*operands) for operands in sets])
+    promoted = mock.patch.object(Problem, "promoted", False) if single else contextlib.nullcontext()
+    with promoted:
+        compiled = program.lower(*[shapes_of(form, m, n, k)] * ROTATED).compile()
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "20"]
+    with Alone():
+        sets = random_operands(form, None, m, n, k)
+        jax.block_until_ready(compiled(*sets))
+        sampler = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        time.sleep(0.3)
+        begin, runs = time.perf_counter(), 0
+        while time.perf_counter() - begin < SUSTAINED_SECONDS:
+            jax.block_until_ready([compiled(*sets) for _ in range(8)])
+            runs += 8 * ROTATED
+        seconds = (time.perf_counter() - begin) / runs
+        sampler.terminate()
+        lines = sampler.communicate()[0].splitlines()
+        random_operands.cache_clear()
+    samples = [tuple(map(float, line.split(","))) for line in lines if line.count(",") == 1]
+    busy = [sample for sample in samples if sample[1] > 0.9 * max(watt for _, watt in samples)]
+    clock, watt = (float(np.median(column)) for column in zip(*busy, strict=True)) if busy else (0.0, 0.0)
+    rate = 2 * m * n * k / seconds
+    share = rate / (jax.devices()[0].core_count * FLOP_PER_CYCLE * clock * 1e6) if clock else 0.0
+    said = f"{rate / 1e12:.0f} TFLOP/s at {clock:.0f} MHz and {watt:.0f} W, {share:.3f} of the cycles"
+    return {"said": said, "clocks": samples, "seconds": seconds}
 
 
 def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> dict:
@@ -261,26 +280,6 @@ def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> dict:
     return {"key": [form, groups, m, n, k], "tiles": "torch", "seconds": seconds, "said": said}
 
 
-def time_quantize(name: str, form: str) -> dict:
-    from tests.gpu.products import FORMS, random_bits, seconds_jax
-
-    dtype, scheme = FORMS[form]
-    kind = {"scheme": scheme, "dtype": dtype}
-    weight = np.ones(7168, jnp.bfloat16)
-    function, columns, out_columns = {
-        "quantize": (functools.partial(quantize, **kind), 7168, 7168),
-        "rms_norm_quantize": (lambda x: rms_norm_quantize(x, jnp.asarray(weight), 1e-6, **kind), 7168, 7168),
-        "swiglu_quantize": (functools.partial(swiglu_quantize, **kind), 4096, 2048),
-    }[name]
-    compiled = (
-        jax.jit(lambda x: [function(x)]).lower(jax.ShapeDtypeStruct((QUANTIZED_ROWS, columns), jnp.bfloat16)).compile()
-    )
-    with Alone():
-        _, seconds = seconds_jax(compiled, [random_bits("bf16", QUANTIZED_ROWS, columns)], "")
-    bandwidth = QUANTIZED_ROWS * (2 * columns + out_columns) / seconds / 1e12
-    return {"said": f"{QUANTIZED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s", "seconds": seconds}
-
-
 def timings() -> dict[str, Callable[[], dict]]:
     found: dict[str, Callable[[], dict]] = {}
 
@@ -292,9 +291,6 @@ def timings() -> dict[str, Callable[[], dict]]:
             else:
                 found[name] = functools.partial(time_product, form, groups, *shape, tiles)
 
-    thorough, *others = DENSE
-    for form, shape in (("row", thorough), ("row", others[0]), ("block", others[0])):
-        add(form, shape, None, *(("torch",) if form == "row" else ()), *WIDE, *THOROUGH)
     for groups, *shape in GROUPED:
         few = shape[0] // groups <= 64
         add("row", shape, groups, "torch")
@@ -311,9 +307,15 @@ def timings() -> dict[str, Callable[[], dict]]:
         for form in ("row", "block"):
             add(form, shape, None, *(SMALL if shape[0] == 128 else WIDE))
     add("bf16", (8192, 4096, 7168), None, "torch", *EXACT)
-    for form in ("row", "block", "int8"):
-        for name in ("quantize", "rms_norm_quantize", "swiglu_quantize"):
-            found[f"time {name} {form}"] = functools.partial(time_quantize, name, form)
+    for forms, choices in SUSTAINED.items():
+        for shape in ((8192, 4096, 7168), (4096, 7168, 18432)):
+            for form in forms:
+                for tiles in choices:
+                    name = f"time sustained {form} {'x'.join(map(str, shape))} {tiles}"
+                    found[name] = functools.partial(time_sustained, form, *shape, tiles, False)
+    for tiles in ("128x192/4", "128x256/4"):
+        name = f"time sustained row 8192x4096x7168 {tiles} not promoted"
+        found[name] = functools.partial(time_sustained, "row", 8192, 4096, 7168, tiles, True)
     return found
 
 
@@ -346,9 +348,16 @@ def table(answers: dict[str, dict]) -> list[dict]:
                 line += f", {(groups or 1) * n * k * size / seconds / 1e12:.2f} TB/s"
             dtype, scheme = FORMS[form]
             kind = {"dtype": jnp.dtype(dtype).name, "scheme": scheme, "groups": groups, "m": m, "n": n, "k": k}
-            measured.append({**kind, "tiles": dataclasses.asdict(tiles_of(own["tiles"]))})
+            measured.append({**kind, "tiles": dataclasses.asdict(simplest(found))})
         print(line)
     return measured
+
+
+def simplest(found: list[dict]) -> Tiles:
+    """Of the choices that are as good as the best but for noise, the one with the fewest departures from the usual."""
+    good = [answer for answer in found if answer["tiles"] != "torch"]
+    good = [tiles_of(a["tiles"]) for a in good if a["seconds"] <= good[0]["seconds"] * (1 + NOISE)]
+    return min(good, key=lambda tiles: (tiles.cluster, tiles.raster != Tiles.raster))
 
 
 def sanitize(name: str, out: Path, seconds: float) -> None:
@@ -376,7 +385,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", help="run one case here and print its answer")
     arguments = parser.parse_args()
-    cases = checks() | timings()
+    cases = checks() | quantization.checks() | timings() | quantization.timings()
     os.environ.setdefault(LOCK, str(Path(tempfile.mkdtemp()) / "lock"))
     if arguments.case:
         print(cases[arguments.case]())
@@ -387,7 +396,9 @@ def main() -> int:
     begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
+        # Several workers and torch share the memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.09",
         # Every kernel launched for itself, so that each run has the same ones.
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
     }

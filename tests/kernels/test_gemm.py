@@ -51,11 +51,12 @@ INTERPRETED = [
     pytest.param("bf16", 130, 192, 192, Tiles(m=128, n=64, stages=3), marks=pytest.mark.slow),
     pytest.param("fp8 row", 250, 192, 256, Tiles(m=128, n=64, stages=2, cluster=2), marks=pytest.mark.slow),
     ("fp8 block", 200, 192, 256, Tiles(m=128, n=128, stages=2, cluster=2, shared="w")),
-    ("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=1)),
-    pytest.param("fp8 row", 136, 192, 384, Tiles(m=128, n=192, stages=2, order=2), marks=pytest.mark.slow),
-    ("fp8 block", 136, 192, 384, Tiles(m=128, n=128, stages=2, halves=1)),
-    ("fp8 row", 136, 192, 256, Tiles(m=128, n=192, stages=3, skew=2)),
-    ("bf16", 136, 192, 256, Tiles(m=128, n=192, stages=3, skew=1)),
+    # Three tiles for two thread blocks: the third is cut in two.
+    ("fp8 row", 300, 128, 384, Tiles(m=128, n=128, stages=2)),
+    ("fp8 block", 260, 256, 256, Tiles(m=128, n=256, stages=2)),
+    ("int8", 300, 128, 256, Tiles(m=128, n=128, stages=3)),
+    ("fp8 block", 200, 192, 384, Tiles(m=192, n=128, stages=2)),
+    pytest.param("fp8 row", 390, 128, 256, Tiles(m=192, n=128, stages=3), marks=pytest.mark.slow),
 ]
 
 
@@ -139,7 +140,7 @@ def test_every_candidate_fits_and_lowers(form: str, m: int):
     dtype, scheme = FORMS[form]
     problem = Problem(m=m, n=4096, k=512, dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(jnp.bfloat16), scheme=scheme)
     found = tile_choice.candidates(problem)
-    assert {tiles.m for tiles in found} == {64, 128}
+    assert {tiles.m for tiles in found} >= {64, 128}
     assert tile_choice.choose(problem, tile_choice.device()) in found
     for tiles in found if m == 128 else ():
         lower(form, m, 4096, 512, tiles=tiles)
@@ -157,7 +158,7 @@ def test_measured_tiles_come_before_the_models():
 
 
 def test_tiles_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="expected m = 128 and n % 32 = 0"):
+    with pytest.raises(ValueError, match="expected m = 128 or 192 and n % 32 = 0"):
         Tiles(m=96, n=64, stages=2)
     with pytest.raises(ValueError, match=r"expected tiles of at most .* bytes of shared memory"):
         lower("fp8 row", 256, 512, 512, tiles=Tiles(m=128, n=256, stages=5))

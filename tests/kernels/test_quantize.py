@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.kernels import quantize as kernel
+from jaxinfer.kernels.mosaic import quantize as mosaic
+from jaxinfer.kernels.reference import quantize as reference
+from tests.kernels.products import interpreted, lower_for_cuda
 from tests.oracles import FIXTURES
 
 ORACLE = np.load(FIXTURES / "quant_oracle.npz")
@@ -129,3 +132,63 @@ def test_what_cannot_be_quantised_is_refused():
         kernel.quantize(x, scheme="block", dtype=jnp.int8)
     with pytest.raises(ValueError, match="float8_e4m3fn or int8"):
         kernel.quantize(x, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("scales", ["f32", "ue8m0"])
+def test_the_kernel_gives_the_recorded_bits(scales: str, capsys: pytest.CaptureFixture):
+    with interpreted(capsys):
+        q, scale = mosaic.quantize(
+            jnp.asarray(ORACLE["x"]), scheme="block", dtype=jnp.float8_e4m3fn, power_of_two=scales == "ue8m0"
+        )
+        jax.block_until_ready((q, scale))
+    np.testing.assert_array_equal(np.asarray(scale).T, ORACLE[f"fp8_b128_{scales}_s"])
+    np.testing.assert_array_equal(bits(q), ORACLE[f"fp8_b128_{scales}_q"])
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), KINDS)
+@pytest.mark.parametrize("in_dtype", [jnp.bfloat16, jnp.float32])
+def test_the_kernel_agrees_with_the_reference(scheme: str, dtype, in_dtype, capsys: pytest.CaptureFixture):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 1024)) * 10 ** np.linspace(-6, 3, 5)[:, None], in_dtype)
+    weight = jnp.asarray(rng.uniform(0.5, 2, size=1024), jnp.bfloat16)
+    kind = {"scheme": scheme, "dtype": dtype, "power_of_two": False}
+    with interpreted(capsys):
+        found = [
+            mosaic.quantize(x, **kind),
+            mosaic.rms_norm_quantize(x, weight, 1e-6, **kind),
+            mosaic.swiglu_quantize(x, **kind),
+        ]
+        jax.block_until_ready(found)
+    wanted = [
+        reference.quantize(x, **kind),
+        reference.rms_norm_quantize(x, weight, 1e-6, **kind),
+        reference.swiglu_quantize(x, **kind),
+    ]
+    q, scale = found[0]
+    spread = np.asarray(scale)[:, None] if scheme == "row" else np.repeat(np.asarray(scale).T, 128, 1)
+    # numpy divides exactly, where XLA may multiply by a reciprocal.
+    quotient = np.asarray(x.astype(jnp.float32)) / spread
+    np.testing.assert_array_equal(bits(q), bits((np.round(quotient) if dtype == jnp.int8 else quotient).astype(dtype)))
+    for (q, scale), (wanted_q, wanted_scale) in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(scale, wanted_scale, rtol=1e-6)
+        # Rounded otherwise before: a number may fall on the other side of a border between two codes.
+        assert (bits(q) != bits(wanted_q)).mean() < 2e-3
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), KINDS)
+@pytest.mark.parametrize("columns", [512, 7168, 18432])
+def test_the_kernel_lowers_for_cuda(scheme: str, dtype, columns: int):
+    kind = {"scheme": scheme, "dtype": dtype, "implementation": "mosaic"}
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((300_000, columns), (columns,)))
+    wide_x = jax.ShapeDtypeStruct((4096, 2 * columns), jnp.bfloat16)
+    for function, *operands in (
+        (lambda x: kernel.quantize(x, **kind), x),
+        (lambda x, weight: kernel.rms_norm_quantize(x, weight, 1e-6, **kind), x, weight),
+        (lambda x: kernel.swiglu_quantize(x, **kind), wide_x),
+    ):
+        assert "mosaic_gpu" in lower_for_cuda(function, *operands)
+
+
+def test_what_the_kernel_cannot_take_is_refused():
+    with pytest.raises(ValueError, match="K = 200 is no multiple of 512"):
+        kernel.quantize(jnp.ones((2, 200)), implementation="mosaic")
