@@ -15,6 +15,7 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in COMMANDS:
         module = importlib.import_module(f"jaxinfer.bench.{command}")
+        module.define_flags()
         flags.adopt_module_key_flags(module)
         sys.modules["__main__"].__doc__ = module.__doc__  # what --help shows
         app.run(module.main, argv=[f"{sys.argv[0]} {command}", *sys.argv[2:]], flags_parser=parse_flags)

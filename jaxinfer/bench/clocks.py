@@ -23,20 +23,22 @@ class Clocks:
             gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
             query = ["--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits"]
             self._process = subprocess.Popen(
-                ["nvidia-smi", "-i", gpu, *query, f"-lms={_MILLISECONDS}"],
+                ["nvidia-smi", "-i", gpu, *query, f"--loop-ms={_MILLISECONDS}"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+            self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+            self._reader.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            with self._process:
+                self._process.kill()
+                self._reader.join()
 
     def between(self, began: float, ended: float) -> dict[str, float | None]:
         """Median MHz of the multiprocessors and watts between two values of `time.time()`; None without a reading."""

@@ -10,6 +10,7 @@ measured again, so the same command goes on where a run was stopped; other versi
 Cases run in processes of their own: a fault of one is its own row.
 """
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -18,8 +19,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,28 +38,45 @@ from jaxinfer.bench.report import markdown
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-_OPS = flags.DEFINE_list("ops", list(OPERATIONS), f"what to measure, of: {', '.join(OPERATIONS)}")
-_SHAPES = flags.DEFINE_list(
-    "shapes",
-    [],
-    "shapes in place of the default ones: "
-    + ", ".join(f"{op.name}:{'x'.join(op.sizes)}" for op in OPERATIONS.values())
-    + ". Example: gemm:4096x7168x2048,mla_decode:128x16x8192",
-)
-_OUT = flags.DEFINE_string("out", "bench", "folder for records and table; an earlier run in it is continued")
-_PEERS = flags.DEFINE_bool("peers", True, "also time torch's kernels, where there is a torch with CUDA")
-_CHECK = flags.DEFINE_bool("check", True, "compare with float64")
-_REPEATS = flags.DEFINE_integer("repeats", 24, "runs that a median is of", lower_bound=1)
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation",
-    "auto",
-    ["auto", "mosaic", "reference"],
-    "auto is what users get: Mosaic on a Hopper GPU where it takes the operands. The reference runs on CPU, too",
-)
-_WORKERS = flags.DEFINE_integer(
-    "workers", None, "processes that compile at a time. Default: 6 with a GPU, 1 without", lower_bound=1
-)
-_CASE_SECONDS = flags.DEFINE_float("case_seconds", 120, "a case that takes longer has failed", lower_bound=1)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The flags of the command, see `define_flags`."""
+
+    ops: Sequence[str]
+    shapes: Sequence[str]
+    out: str
+    peers: bool
+    check: bool
+    repeats: int
+    implementation: str
+    workers: int | None
+    case_seconds: float
+
+
+def define_flags() -> None:
+    """Defines a flag for each field of `Options`."""
+    shapes = ", ".join(f"{op.name}:{'x'.join(op.sizes)}" for op in OPERATIONS.values())
+    flags.DEFINE_list("ops", list(OPERATIONS), f"what to measure, of: {', '.join(OPERATIONS)}")
+    flags.DEFINE_list(
+        "shapes",
+        [],
+        f"shapes in place of the default ones: {shapes}. Example: gemm:4096x7168x2048,mla_decode:128x16x8192",
+    )
+    flags.DEFINE_string("out", "bench", "folder for records and table; an earlier run in it is continued")
+    flags.DEFINE_bool("peers", True, "also time torch's kernels, where there is a torch with CUDA")
+    flags.DEFINE_bool("check", True, "compare with float64")
+    flags.DEFINE_integer("repeats", 24, "runs that a median is of", lower_bound=1)
+    flags.DEFINE_enum(
+        "implementation",
+        "auto",
+        ["auto", "mosaic", "reference"],
+        "auto is what users get: Mosaic on a Hopper GPU where it takes the operands. The reference runs on CPU, too",
+    )
+    flags.DEFINE_integer(
+        "workers", None, "processes that compile at a time. Default: 6 with a GPU, 1 without", lower_bound=1
+    )
+    flags.DEFINE_float("case_seconds", 120, "a case that takes longer has failed", lower_bound=1)
 
 
 def chosen_cases(ops: Sequence[str], shapes: Sequence[str]) -> list[Case]:
@@ -98,40 +116,30 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _has_torch() -> bool:
-    if find_spec("torch") is None:
-        return False
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return torch.cuda.is_available()
-
-
 class Measurement:
     """One run of the command."""
 
-    def __init__(self):
-        self.cases = chosen_cases(_OPS.value, _SHAPES.value)
+    def __init__(self, options: Options):
+        """Raises ValueError for options that cannot be, or not on this machine."""
+        self.options = options
+        self.cases = chosen_cases(options.ops, options.shapes)
         self.gpu = jax.default_backend() == "gpu"
         device = jax.devices()[0]
         hopper = self.gpu and device.compute_capability == "9.0"
-        if not hopper and _IMPLEMENTATION.value != "reference":
+        if not hopper and options.implementation != "reference":
             raise ValueError(
                 "expected a Hopper GPU and JAX with CUDA (pip install 'jaxinfer[cuda13]'), found "
                 f"{device.device_kind}; --implementation reference with small --shapes runs there"
             )
-        self.settings = {
-            "repeats": _REPEATS.value,
-            "check": _CHECK.value,
-            "peers": _PEERS.value and self.gpu and _has_torch(),
-        }
+        self.settings = {"repeats": options.repeats, "check": options.check, "peers": options.peers and self.gpu}
         self.common = {
-            "implementation": _IMPLEMENTATION.value,
+            "implementation": options.implementation,
             "device": device.device_kind,
             "jax": version("jax"),
             "sources": fingerprint(),
             "settings": self.settings,
         }
-        self.out = Path(_OUT.value)
+        self.out = Path(options.out)
         self.records = Records(self.out / "kernels.jsonl")
         self._commit = commit()
 
@@ -143,21 +151,22 @@ class Measurement:
             # Every kernel launched for itself, so that each is seen.
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",
         }
-        implementation = None if _IMPLEMENTATION.value == "auto" else _IMPLEMENTATION.value
+        implementation = None if self.options.implementation == "auto" else self.options.implementation
         with tempfile.NamedTemporaryFile() as lock, Clocks() as clocks:
             common = {**self.settings, "implementation": implementation, "lock": lock.name}
             requests = [{"op": case.op, "form": case.form, "shape": list(case.shape), **common} for case in todo]
             answers = workers.serve(
                 "jaxinfer.bench.measure",
                 requests,
-                _WORKERS.value or (6 if self.gpu else 1),
-                _CASE_SECONDS.value,
+                self.options.workers or (6 if self.gpu else 1),
+                self.options.case_seconds,
                 environment,
             )
-            for index, answer in tqdm(answers, total=len(todo), unit="case", disable=None):
-                if "failed" not in answer:
-                    answer |= clocks.between(answer.pop("began"), answer.pop("ended"))
-                self._add(todo[index], answer)
+            with closing(answers):
+                for index, answer in tqdm(answers, total=len(todo), unit="case", disable=None):
+                    if "failed" not in answer:
+                        answer |= clocks.between(answer.pop("began"), answer.pop("ended"))
+                    self._add(todo[index], answer)
 
     def report(self) -> str:
         """The table of what has been measured, which is also written to the folder."""
@@ -198,7 +207,8 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it says which backends there are not
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        measurement = Measurement()
+        values: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Options)}
+        measurement = Measurement(Options(**values))
     except (ValueError, OSError) as error:
         print(f"jaxinfer.bench: {error}")
         return 1

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -54,13 +55,13 @@ def measure_case(
     Returns: the figures of a record (see `kernels`).
     """
     case, operation = Case(op, form, tuple(shape)), OPERATIONS[op]
-    if peers:
-        from jaxinfer.bench import peers as torch_peers  # loads torch: before the device is held
+    torch_peers = _load_torch() if peers else None
     programs = _compile(operation, case, implementation, lock)
     with alone(lock):
         answer = _run(operation, case, programs, repeats, check)
-        if peers:
+        if torch_peers is not None:
             answer["peer"] = _peer(operation, case, torch_peers, repeats)
+            answer["spent"] = "CUDA" in (answer["peer"] or {}).get("failed", "")
             torch_peers.release()
     if check:
         answer |= _errors(operation, case, answer.pop("samples"))
@@ -112,6 +113,15 @@ def _errors(operation: Operation, case: Case, samples: list[dict[str, np.ndarray
 
 def _known(operation: Operation, case: Case) -> dict[str, Any]:
     return {**dataclasses.asdict(operation.work(case)), "tiles": operation.tiles(case)}
+
+
+def _load_torch() -> Any:
+    """The module `peers`; None without a torch that has CUDA."""
+    if find_spec("torch") is None:
+        return None
+    from jaxinfer.bench import peers  # loads torch: before the device is held
+
+    return peers if peers.available() else None
 
 
 def _peer(operation: Operation, case: Case, torch_peers: Any, repeats: int) -> dict[str, Any] | None:

@@ -10,6 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # pyright: ignore[report
 from jaxinfer.bench.operation import Peer, Work
 
 
+def available() -> bool:
+    return torch.cuda.is_available()
+
+
 def wait(_: object) -> None:
     torch.cuda.synchronize()
 

@@ -11,25 +11,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 ANSWER = "@answer "
 
 
 def work(function: Callable[..., dict[str, Any]]) -> None:
-    """Calls `function` with the fields of every request; an exception ends only its request."""
+    """Calls `function` with the fields of every request; an exception ends only its request.
+
+    What a faulty kernel leaves of a process is of no use to the next request: after an answer that is `spent`, as every
+    failure of CUDA is, the process is replaced.
+    """
     for line in sys.stdin:
         try:
             answer = function(**json.loads(line))
         except Exception as error:
-            answer = {"failed": f"{type(error).__name__}: {str(error)[:400]}", "trace": traceback.format_exc()[-2500:]}
+            why = f"{type(error).__name__}: {str(error)[:400]}"
+            answer = {"failed": why, "trace": traceback.format_exc()[-2500:], "spent": "CUDA" in why}
         print(ANSWER + json.dumps(answer), flush=True)
 
 
 def serve(
     module: str, requests: Sequence[dict[str, Any]], workers: int, seconds: float, environment: dict[str, str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Generator[tuple[int, dict[str, Any]]]:
     """Serves requests by several workers at a time; ends them all when it is closed.
 
     Args:
@@ -61,8 +67,7 @@ def serve(
                     break
             answer = worker.ask(requests[index], seconds)
             answers.put((index, answer))
-            if worker.dead or "CUDA" in answer.get("failed", ""):
-                # What a faulty kernel leaves of a process is of no use to the next request.
+            if worker.dead or answer.pop("spent", False):
                 worker.stop()
                 worker = None
         if worker is not None:
@@ -77,7 +82,7 @@ def serve(
     finally:
         closed.set()
         for worker in running:
-            worker.stop()
+            worker.process.kill()
         for thread in threads:
             thread.join()
 
@@ -97,7 +102,8 @@ class _Worker:
         )
         self.dead = self.asked = False
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -126,5 +132,7 @@ class _Worker:
         return {"failed": why, "trace": "".join(last)[-2500:]}
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        # The broken pipe is that of a request which it did not come to read.
+        with suppress(BrokenPipeError), self.process:
+            self.process.kill()
+            self.reader.join()
