@@ -98,13 +98,13 @@ def swiglu_for(reader: Quantized, gate_up: jax.Array) -> Quantized:
 
 
 def quantize_weight_like(w: jax.Array, like: Quantized) -> Quantized:
-    """A weight quantised to the form of `like`, whose trailing dimensions may be padded: the rest is zeros.
+    """A weight quantised to the form of `like`, whose dimensions may be larger: the rest is zeros.
 
     Args: `w [*lead, *rows, *columns]` of any float type; `like` has shapes and types only.
     """
-    w = fill_up(w, like.shape)
+    split = w.ndim - like.columns
     lead = w.shape[: like.lead] if like.scheme == "block" else ()
-    matrices = w.reshape(*lead, -1, math.prod(w.shape[w.ndim - like.columns :]))
+    matrices = w.reshape(*lead, -1, math.prod(w.shape[split:]))
 
     def one(matrix):
         return quantize_weight(matrix, scheme=like.scheme, dtype=like.dtype)
@@ -112,7 +112,9 @@ def quantize_weight_like(w: jax.Array, like: Quantized) -> Quantized:
     for _ in lead:
         one = jax.vmap(one)
     values, scale = one(matrices)
-    return Quantized(values.reshape(like.shape), scale.reshape(like.scale.shape), like.scheme, like.columns)
+    scale = scale if like.scheme == "block" else scale.reshape(w.shape[:split])
+    values = fill_up(values.reshape(w.shape), like.shape)
+    return Quantized(values, fill_up(scale, like.scale.shape), like.scheme, like.columns)
 
 
 def fill_up(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,277 @@
+"""The model in fp8 and int8 on a GPU: `python -m tests.gpu.check_precision --out DIR` from the root, one card.
+
+First a mixture-of-experts layer of DeepSeek-V3 by itself, under two histograms: right to within its casts, its time by
+kernel, and how much of it the grouped products are.  Then a random model of a billion parameters of the same shape in
+each precision: its logits against bfloat16's and against the reference kernels', and the time to the first token of
+65,536.  Cases run in processes of their own (see `workers`).
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import log_softmax
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.configs.presets import preset
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.quantize import dequantize, dequantize_weight, quantize
+from jaxinfer.kernels.quantized import Quantized, quantize_for, quantize_weight_like
+from jaxinfer.model.moe import MoE
+from jaxinfer.model.params import shapes_of, use
+from jaxinfer.model.precision import Precision
+from jaxinfer.sharding.mesh import MeshShape
+from jaxinfer.sharding.rules import Plan, Rules
+from tests.gpu import workers
+from tests.gpu.check_engine import BILLION
+from tests.gpu.clock import LOCK, alone, seconds_of_host, seconds_of_kernels
+
+MODULE = "tests.gpu.check_precision"
+PEAK = {"fp8 row": 1.313e15, "fp8 block": 1.313e15, "int8 row": 1.313e15}
+"""FLOP/s of the peer's grouped products at these shapes on an H200 (DeepGEMM, FP8: the mean of 1,292 and 1,334)."""
+ERROR = 6e-3
+"""Bound on `||y - reference|| / ||reference||`: results of experts in bfloat16, and now and then a cast gone the other
+way."""
+
+LAYERS = {
+    # name: tokens, experts held of 256
+    "prefill, all experts": (8192, 256),
+    "prefill, a rank of eight, a tile": (8192, 32),
+    "prefill, a rank of eight, 8K tokens each": (65536, 32),
+    "decode, all experts": (64, 256),
+    "decode, a rank of eight": (512, 32),
+}
+
+
+def routing(tokens: int, skewed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Eight of 256 experts for each token, their popularity equal or by Zipf's law, and weights that sum to 2.5."""
+    rng = np.random.default_rng(0)
+    popularity = rng.permutation(1 / np.arange(1, 257)) if skewed else np.ones(256)
+    drawn = np.log(popularity)[None] + rng.gumbel(size=(tokens, 256))
+    weights = rng.uniform(0.1, 1, (tokens, 8))
+    return (
+        np.argpartition(-drawn, 8, axis=1)[:, :8].astype(np.int32),
+        (2.5 * weights / weights.sum(axis=1, keepdims=True)).astype(np.float32),
+    )
+
+
+def random_layer(layer: MoE) -> dict:
+    """Weights of one layer, those of the experts stacked on a leading axis of one and made expert by expert."""
+    key = iter(jax.random.split(jax.random.key(0), 64))
+
+    def make(like: Quantized, key: jax.Array) -> Quantized:
+        return quantize_weight_like(jax.random.normal(key, like.shape) * like.shape[-1] ** -0.5, like)
+
+    def one(shape):
+        if not isinstance(shape, Quantized):
+            return (jax.random.normal(next(key), shape.shape) * shape.shape[-1] ** -0.5).astype(shape.dtype)
+        if shape.shape[0] != layer.config.num_experts:
+            return jax.jit(functools.partial(make, shape))(next(key))
+        expert = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), shape)
+        keys = jax.random.split(next(key), shape.shape[0])
+        return jax.jit(lambda keys: jax.lax.map(functools.partial(make, expert), keys))(keys)
+
+    weights = jax.tree.map(one, shapes_of(layer), is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    for name in ("gate_up", "down"):
+        weights[name] = jax.tree.map(lambda array: array[None], weights[name])
+    return weights
+
+
+def check_layer(name: str, kind: str, skewed: bool) -> dict:
+    tokens, held = LAYERS[name]
+    config = preset("deepseek-v3", {} if "block" in kind else {"weight_block_size": None})
+    precision = Precision.named(kind.split()[0], config, jnp.dtype(jnp.bfloat16))
+    here = preset("deepseek-v3", {"num_experts": held, "weight_block_size": config.weight_block_size})
+    layer = MoE(here, precision)
+    weights = random_layer(layer)
+    plan = Plan.prefill(Rules(MeshShape()))
+    x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size))
+    experts, factors = (jnp.asarray(array) for array in routing(tokens, skewed))
+
+    @jax.jit
+    def routed(weights, rows, experts, factors):
+        return use(layer, weights, plan)._routed(rows, experts, factors, 0, plan)
+
+    @jax.jit
+    def whole(weights, x, experts, factors):
+        module = use(layer, weights, plan)
+        chosen, its_weights = module.route(x)
+        rows = quantize_for(weights["shared"]["gate_up"], x)
+        # The router's work is done, its choice is not taken.
+        factors = factors + 0 * its_weights + 0 * chosen
+        return module._routed(rows, experts, factors, 0, plan) + module.shared(rows, plan)
+
+    rows = jax.jit(quantize_for)(weights["shared"]["gate_up"], x)
+    begin = time.monotonic()
+    got = np.asarray(routed(weights, rows, experts, factors)[:16])
+    compiled = time.monotonic() - begin
+    reference = expected(weights, rows, experts[:16], factors[:16])
+    error = float(np.linalg.norm(got - reference) / np.linalg.norm(reference))
+    with alone():
+        times = seconds_of_kernels(whole, weights, x, experts, factors, samples=7)
+        host = seconds_of_host(whole, weights, x, experts, factors)
+    local = int(np.sum(np.asarray(experts) < held))
+    flop = 6 * config.hidden_size * config.moe_intermediate_size * (local + tokens)
+    total, products = sum(times.values()), sum(t for kernel, t in times.items() if "gemm" in kernel)
+    most = sorted(times.items(), key=lambda item: -item[1])[:14]
+    answer = {
+        "said": f"error {error:.1e}; {1e3 * total:.2f} ms by kernels ({1e3 * host:.2f} by the host), "
+        f"{flop / total / 1e12:.0f} TFLOP/s, floor of DeepGEMM / time {flop / PEAK[kind] / total:.2f}, "
+        f"own products {100 * products / total:.0f} % of the time; {local} rows; first call {compiled:.1f} s",
+        "kernels": {kernel: round(1e6 * seconds, 1) for kernel, seconds in most},
+        "error": error,
+    }
+    return answer if error < ERROR else answer | {"failed": f"expected an error of at most {ERROR}, got {error:.1e}"}
+
+
+def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Array) -> np.ndarray:
+    """The routed experts of a few tokens in float32, activations rounded where the layer rounds them."""
+    held, scheme = weights["gate_up"].shape[1], rows.scheme
+    x = dequantize(rows.values[:16], rows.scale[:16].T, jnp.float32)
+
+    def multiplied(weight, expert):
+        values = weight.values[0, expert].reshape(-1, weight.shape[-1])
+        blocks = () if scheme == "row" else (weight.shape[-1] // 128,)
+        return dequantize_weight(values, weight.scale[0, expert].reshape(-1, *blocks), jnp.float32)
+
+    @jax.jit
+    def one(x, expert, factor):
+        gate_up = jnp.dot(multiplied(weights["gate_up"], expert), x, precision="highest").astype(jnp.bfloat16)
+        gate, up = jnp.split(gate_up.astype(jnp.float32), 2)
+        hidden = dequantize(*quantize((jax.nn.silu(gate) * up)[None], scheme=scheme, dtype=rows.dtype), jnp.float32)[0]
+        return factor * jnp.dot(multiplied(weights["down"], expert), hidden, precision="highest")
+
+    out = np.zeros((16, x.shape[1]))
+    for token in range(16):
+        for choice in range(8):
+            if int(experts[token, choice]) < held:
+                out[token] += np.asarray(one(x[token], experts[token, choice], factors[token, choice]))
+    return out
+
+
+MODELS = {
+    "bf16": ("bf16", {}),
+    "fp8 row": ("fp8", {"weight_block_size": None}),
+    "fp8 block": ("fp8", {}),
+    "int8": ("int8", {}),
+    "fp8 row, first projection bf16": ("fp8", {"weight_block_size": None}),
+    "fp8 row, reference kernels": ("fp8", {"weight_block_size": None}),
+    "int8, reference kernels": ("int8", {}),
+}
+PROMPT, ROWS = 4096, list(range(0, 4096, 8))
+
+
+def check_model(name: str) -> dict:
+    """The logits of some rows of a prompt, left as a file for the table, and how long things took."""
+    precision, changes = MODELS[name]
+    reference = "reference" in name
+    if reference:
+        dispatch.choose = lambda op, implementation, reason_against: "reference"  # type: ignore
+    rng = np.random.default_rng(0)
+    prompt, long_prompt = rng.integers(3, 32768, PROMPT).tolist(), rng.integers(3, 32768, 65536).tolist()
+    begin = time.monotonic()
+    with LLM(
+        model="deepseek-v3",
+        weights="random",
+        overrides=BILLION | changes,
+        precision=precision,
+        unquantized_first_ffn="first" in name,
+        max_context=8192 if reference else 131072,
+        max_num_seqs=1,
+        memory_fraction=0.12,
+    ) as llm:
+        ready = time.monotonic() - begin
+        logits = llm.logits(prompt, rows=ROWS)
+        np.save(file_of(name), logits)
+        if reference:
+            return {"said": f"ready in {ready:.0f} s"}
+        greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        with alone():
+            llm.generate([long_prompt], greedy)
+            metrics = llm.generate([long_prompt], greedy)[0].metrics
+        held = sum(array.nbytes for array in jax.tree.leaves(llm.engine.runner.params))
+    return {
+        "said": f"65,536 tokens: TTFT {metrics.ttft:.3f} s, then {1e3 * (metrics.tpot or 0):.2f} ms a token; ready in "
+        f"{ready:.0f} s (others compile meanwhile); weights {held / 1e9:.2f} GB"
+    }
+
+
+def file_of(name: str) -> Path:
+    return Path(os.environ["CHECK_OUT"]) / f"logits {name}.npy".replace(" ", "_").replace(",", "")
+
+
+def compare(answers: dict[str, dict]) -> list[str]:
+    """Lines about the logits of two precisions: median KL divergence, share of rows with the same best token."""
+    lines = []
+    pairs = [(name, "bf16") for name in MODELS if name not in ("bf16",)]
+    pairs += [("fp8 row", "fp8 row, reference kernels"), ("int8", "int8, reference kernels")]
+    for name, other in pairs:
+        if file_of(name).exists() and file_of(other).exists():
+            one, two = (log_softmax(np.load(file_of(n)).astype(np.float64), axis=-1) for n in (other, name))
+            divergence = np.median(np.sum(np.exp(one) * (one - two), axis=-1))
+            agreement = np.mean(one.argmax(-1) == two.argmax(-1))
+            lines.append(f"{name} against {other}: median KL {divergence:.2e}, top-1 {100 * agreement:.1f} %")
+    return lines
+
+
+def cases() -> dict[str, Callable[[], dict]]:
+    layers = {
+        f"layer {kind}, {name}, {'Zipf' if skewed else 'even'}": functools.partial(check_layer, name, kind, skewed)
+        for kind in PEAK
+        for name in LAYERS
+        for skewed in (False, True)
+    }
+    return {f"model {name}": functools.partial(check_model, name) for name in MODELS} | layers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for logits and answers")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=240, help="no case begins after so long")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        workers.work(cases())
+        return 0
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    os.environ["CHECK_OUT"] = str(arguments.out)
+    environment = os.environ | {
+        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # Every kernel launched for itself, so that each run has the same ones.
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
+    }
+    names = [name for name in cases() if arguments.only in name]
+    answers: dict[str, dict] = {}
+    # Models compile for long, on one core each; a layer of all experts takes 12 GB and as much again to be made.
+    for kind, at_a_time in (("model ", 7), ("layer ", 3)):
+        left = arguments.seconds - (time.monotonic() - begin)
+        chosen = [name for name in names if name.startswith(kind)]
+        answers |= workers.run(MODULE, chosen, at_a_time, 150, left, environment)
+        (arguments.out / "check_precision.json").write_text(json.dumps(answers, indent=1))
+    print()
+    for name, answer in answers.items():
+        print(f"{name}: {answer.get('said', '')}{answer.get('failed', '')}")
+        if "kernels" in answer:
+            print("   ", ", ".join(f"{kernel[:40]} {us}" for kernel, us in answer["kernels"].items()))
+    print("\n".join(compare(answers)))
+    failed = [name for name, answer in answers.items() if "failed" in answer]
+    for name in failed:
+        print(f"BROKEN {name}: {answers[name]['failed']}\n{answers[name].get('trace', '')[-1500:]}")
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
