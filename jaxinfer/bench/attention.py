@@ -95,7 +95,6 @@ class Prefill(Operation):
         return Work(
             flops=2 * heads * (NOPE + ROPE + VALUE) * pairs,
             bytes=moved,
-            bits=16,
             more_flops=2.0 * keys * heads * RANK * (NOPE + VALUE),
         )
 
@@ -182,7 +181,7 @@ class Decode(Operation):
         batch, heads, _ = case.shape
         keys = float(self._lengths(case).sum(dtype=np.int64))
         moved = 2 * keys * LATENT + batch * heads * (2 * LATENT + 4 * (RANK + 1))
-        return Work(flops=2 * heads * keys * (LATENT + RANK), bytes=moved, bits=16)
+        return Work(flops=2 * heads * keys * (LATENT + RANK), bytes=moved)
 
     def published(self, case):
         return _FLASH_MLA.get(case.shape)

@@ -26,5 +26,6 @@ PEAKS = {
 
 def floor_seconds(work: Work, peaks: Peaks) -> float:
     """The larger of arithmetic at the peak rate and bytes at the peak bandwidth."""
-    rate = peaks.tflops_8_bit if work.bits == 8 else peaks.tflops_16_bit
-    return max((work.flops + work.more_flops) / (rate * 1e12), work.bytes / (peaks.terabytes * 1e12))
+    arithmetic = (work.flops - work.flops_8_bit + work.more_flops) / peaks.tflops_16_bit
+    arithmetic += work.flops_8_bit / peaks.tflops_8_bit
+    return max(arithmetic, work.bytes / peaks.terabytes) / 1e12

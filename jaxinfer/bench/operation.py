@@ -35,13 +35,13 @@ class Work:
     Attributes:
         flops: that are counted in TFLOP/s; 0 for what only moves memory.
         bytes: read and written, each once.
-        bits: of the operands of the matrix products, 8 or 16: which peak rate holds.
-        more_flops: further ones that the operation, not its peer, has to do; the floor has them.
+        flops_8_bit: how many of them multiply 8-bit numbers, the others 16-bit ones.
+        more_flops: further ones of 16 bits that the operation, not its peer, has to do; the floor has them.
     """
 
     flops: float
     bytes: float
-    bits: int
+    flops_8_bit: float = 0.0
     more_flops: float = 0.0
 
 

@@ -78,5 +78,5 @@ def attention(tokens: int, keys: int, heads: int, qk: int, v: int, scale: float)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale)
 
-    work = Work(flops=2 * heads * (qk + v) * pairs, bytes=0, bits=16)
+    work = Work(flops=2 * heads * (qk + v) * pairs, bytes=0)
     return Peer(name=f"torch cuDNN{'' if causal else ', no mask'}", run=run, work=work)

@@ -100,7 +100,8 @@ class _Product(Operation):
         scales = {"row": m + groups_read * n, "block": (m + groups_read * math.ceil(n / BLOCK)) * k // BLOCK}
         moved = size * k * (m + groups_read * n) + 2 * m * n
         moved += 4 * scales.get("row" if case.form == "int8" else case.form, 0)
-        return Work(flops=2.0 * m * n * k, bytes=moved, bits=8 * size)
+        flops = 2.0 * m * n * k
+        return Work(flops=flops, bytes=moved, flops_8_bit=flops if size == 1 else 0.0)
 
     def tiles(self, case):
         m, n, k = case.shape[-3:]

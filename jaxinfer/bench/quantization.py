@@ -44,11 +44,12 @@ class Quantize(Operation):
     def run(self, case, implementation, *operands):
         function, form = case.form.split()
         dtype, scheme = _SCHEMES[form]
+        options = {"scheme": scheme, "dtype": dtype, "implementation": implementation}
         if function == "rms_norm":
             x, weight = operands
-            return rms_norm_quantize(x, weight, _EPSILON, scheme=scheme, dtype=dtype)
+            return rms_norm_quantize(x, weight, _EPSILON, **options)
         (x,) = operands
-        return (swiglu_quantize if function == "swiglu" else quantize)(x, scheme=scheme, dtype=dtype)
+        return (swiglu_quantize if function == "swiglu" else quantize)(x, **options)
 
     def sample(self, case, operands, result):
         rows = spread(case.shape[0], _ROWS)
@@ -70,4 +71,4 @@ class Quantize(Operation):
         m, k = case.shape
         written = k // 2 if case.form.startswith("swiglu") else k
         scales = m * written // BLOCK if case.form.endswith("block") else m
-        return Work(flops=0.0, bytes=2.0 * m * k + m * written + 4 * scales, bits=8)
+        return Work(flops=0.0, bytes=2.0 * m * k + m * written + 4 * scales)

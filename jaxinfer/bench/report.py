@@ -40,7 +40,7 @@ def share_of_floor(record: dict[str, Any]) -> float | None:
     peaks = PEAKS.get(record["device"])
     if peaks is None:
         return None
-    work = Work(**{name: record[name] for name in ("flops", "bytes", "bits", "more_flops")})
+    work = Work(**{name: record[name] for name in ("flops", "bytes", "flops_8_bit", "more_flops")})
     return floor_seconds(work, peaks) / record["seconds"]
 
 

@@ -106,9 +106,10 @@ def test_a_case_with_one_long_sequence_counts_the_keys_there_are() -> None:
 
 def test_the_floor_is_the_larger_of_arithmetic_and_bytes() -> None:
     peaks = PEAKS["NVIDIA H200"]
-    assert floor_seconds(Work(flops=1979e12, bytes=4.8e12 / 2, bits=8), peaks) == pytest.approx(1.0)
-    assert floor_seconds(Work(flops=989.5e12, bytes=0, bits=16, more_flops=989.5e12), peaks) == pytest.approx(2.0)
-    assert floor_seconds(Work(flops=1e12, bytes=4.8e12 * 3, bits=8), peaks) == pytest.approx(3.0)
+    assert floor_seconds(Work(flops=1979e12, bytes=4.8e12 / 2, flops_8_bit=1979e12), peaks) == pytest.approx(1.0)
+    assert floor_seconds(Work(flops=989.5e12, bytes=0, more_flops=989.5e12), peaks) == pytest.approx(2.0)
+    assert floor_seconds(Work(flops=2 * 989.5e12, bytes=0, flops_8_bit=989.5e12), peaks) == pytest.approx(1.5)
+    assert floor_seconds(Work(flops=1e12, bytes=4.8e12 * 3), peaks) == pytest.approx(3.0)
     # 2 * 8192 * 7168 * 2048 operations at 1,979e12 a second.
     case = Case("gemm", "row", (8192, 7168, 2048))
     assert floor_seconds(OPERATIONS["gemm"].work(case), peaks) == pytest.approx(121.5e-6, rel=1e-3)
@@ -264,7 +265,12 @@ def record_of(**changes) -> dict:
     case = Case("gemm", "row", (8192, 7168, 2048))
     names = {"case": case.name, "op": case.op, "form": case.form, "shape": list(case.shape)}
     common = {"implementation": "auto", "device": "NVIDIA H200", "jax": "0.11.2", "sources": "a", "settings": {}}
-    work = {"flops": 2.0 * 8192 * 7168 * 2048, "bytes": 150e6, "bits": 8, "more_flops": 0.0}
+    work = {
+        "flops": 2.0 * 8192 * 7168 * 2048,
+        "bytes": 150e6,
+        "flops_8_bit": 2.0 * 8192 * 7168 * 2048,
+        "more_flops": 0.0,
+    }
     figures = {"seconds": 200e-6, "kernels": [["other", 10e-6], ["gemm", 190e-6]], "clock": "cupti", "error": 1.7e-3}
     return names | common | work | figures | {"signed_error": 1e-5, "sm_mhz": 1755.0, "watts": 690.0} | changes
 
