@@ -101,11 +101,11 @@ class Prefill(Operation):
     def published(self, case):
         return _FLASH_ATTENTION_3.get(case.shape)
 
-    def peer(self, case):
+    def peer(self, case, sets):
         from jaxinfer.bench import peers  # loads torch
 
         tokens, keys, heads = case.shape
-        return peers.attention(tokens, keys, heads, NOPE + ROPE, VALUE, SCALE)
+        return peers.attention(tokens, keys, heads, NOPE + ROPE, VALUE, SCALE, sets)
 
 
 class Decode(Operation):

@@ -58,9 +58,9 @@ def measure_case(
     torch_peers = _load_torch() if peers else None
     programs = _compile(operation, case, implementation, lock)
     with alone(lock):
-        answer = _run(operation, case, programs, repeats, check)
+        answer = _run(programs, repeats, check)
         if torch_peers is not None:
-            answer["peer"] = _peer(operation, case, torch_peers, repeats)
+            answer["peer"] = _peer(operation, case, programs.sets, torch_peers, repeats)
             answer["spent"] = "CUDA" in (answer["peer"] or {}).get("failed", "")
             torch_peers.release()
     if check:
@@ -70,11 +70,15 @@ def measure_case(
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """Compiled: operands of a seed, the operation on them, and the part of both that is compared."""
+    """Compiled: operands of a seed, the operation on them, and the part of both that is compared.
+
+    `sets` of operands are rotated.
+    """
 
     make: Callable[..., tuple]
     run: Callable[..., Any]
     sample: Callable[..., dict[str, jax.Array]]
+    sets: int
     compile_seconds: float
 
 
@@ -86,17 +90,17 @@ def _compile(operation: Operation, case: Case, implementation: Implementation | 
         run = jax.jit(functools.partial(operation.run, case, implementation)).lower(*make.out_info).compile()
         took = time.perf_counter() - begin
     sample = jax.jit(functools.partial(operation.sample, case)).lower(make.out_info, run.out_info).compile()
-    return _Programs(make, run, sample, took)
+    sets = sets_of(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(make.out_info)))
+    return _Programs(make, run, sample, sets, took)
 
 
-def _run(operation: Operation, case: Case, programs: _Programs, repeats: int, check: bool) -> dict[str, Any]:
+def _run(programs: _Programs, repeats: int, check: bool) -> dict[str, Any]:
     """The figures of `timing`, and `samples` of normal and of positive operands."""
-    count = sets_of(operation.work(case).bytes)
-    sets = [programs.make(jnp.int32(i), jnp.bool_(False)) for i in range(count)]
-    timing = measure(lambda i: programs.run(*sets[i % count]), jax.block_until_ready, repeats)
+    sets = [programs.make(jnp.int32(i), jnp.bool_(False)) for i in range(programs.sets)]
+    timing = measure(lambda i: programs.run(*sets[i % len(sets)]), jax.block_until_ready, repeats)
     answer = dataclasses.asdict(timing)
     if check:
-        every = sets[0], programs.make(jnp.int32(count), jnp.bool_(True))
+        every = sets[0], programs.make(jnp.int32(programs.sets), jnp.bool_(True))
         answer["samples"] = [jax.device_get(programs.sample(one, programs.run(*one))) for one in every]
     return answer
 
@@ -124,10 +128,10 @@ def _load_torch() -> Any:
     return peers if peers.available() else None
 
 
-def _peer(operation: Operation, case: Case, torch_peers: Any, repeats: int) -> dict[str, Any] | None:
+def _peer(operation: Operation, case: Case, sets: int, torch_peers: Any, repeats: int) -> dict[str, Any] | None:
     """A peer that cannot do it says so, and the case stands."""
     try:
-        peer = operation.peer(case)
+        peer = operation.peer(case, sets)
         if peer is None:
             return None
         timing = measure(peer.run, torch_peers.wait, repeats)

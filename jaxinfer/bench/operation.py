@@ -113,8 +113,8 @@ class Operation(ABC):
         """How the kernel cuts the work, where that is chosen from a table."""
         return None
 
-    def peer(self, case: Case) -> Peer | None:
-        """torch's kernel on the GPU with operands of its own; None where it has none."""
+    def peer(self, case: Case, sets: int) -> Peer | None:
+        """torch's kernel on the GPU with so many sets of operands of its own; None where it has none."""
         return None
 
     def published(self, case: Case) -> Published | None:

@@ -30,8 +30,8 @@ def _numbers(form: str, *shape: int) -> torch.Tensor:
     return (values * 30).clamp(-127, 127).to(torch.int8) if form == "int8" else values.to(torch.float8_e4m3fn)
 
 
-def _rotating(name: str, function: Callable, sets: list[tuple]) -> Peer:
-    return Peer(name=name, run=lambda i: function(*sets[i % len(sets)]))
+def _rotating(name: str, function: Callable, sets: list[tuple], work: Work | None = None) -> Peer:
+    return Peer(name=name, run=lambda i: function(*sets[i % len(sets)]), work=work)
 
 
 def gemm(form: str, m: int, n: int, k: int, sets: int) -> Peer:
@@ -67,16 +67,16 @@ def grouped_gemm(form: str, group_sizes: np.ndarray, n: int, k: int, sets: int) 
     return _rotating("torch._scaled_grouped_mm, rows", scaled, operands)
 
 
-def attention(tokens: int, keys: int, heads: int, qk: int, v: int, scale: float) -> Peer:
+def attention(tokens: int, keys: int, heads: int, qk: int, v: int, scale: float, sets: int) -> Peer:
     """cuDNN's attention over expanded keys: causal where both lengths are equal, else without a mask."""
     causal = tokens == keys
     sizes = (tokens, qk), (keys, qk), (keys, v)
-    operands = [_numbers("bf16", 1, heads, *size) for size in sizes]
+    operands = [tuple(_numbers("bf16", 1, heads, *size) for size in sizes) for _ in range(sets)]
     pairs = tokens * (tokens + 1) / 2 if causal else float(tokens) * keys
 
-    def run(_: int) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
     work = Work(flops=2 * heads * (qk + v) * pairs, bytes=0)
-    return Peer(name=f"torch cuDNN{'' if causal else ', no mask'}", run=run, work=work)
+    return _rotating(f"torch cuDNN{'' if causal else ', no mask'}", attend, operands, work)

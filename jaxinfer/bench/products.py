@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.bench.operation import Case, Operation, Published, Work, float64, sets_of, spread
+from jaxinfer.bench.operation import Case, Operation, Published, Work, float64, spread
 from jaxinfer.kernels.gemm import BLOCK, gemm
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
 from jaxinfer.kernels.quantize import quantize, quantize_weight
@@ -144,11 +144,11 @@ class Gemm(_Product):
             return Published(name="DeepGEMM", tflops=_DENSE[case.shape])
         return None
 
-    def peer(self, case):
+    def peer(self, case, sets):
         from jaxinfer.bench import peers  # loads torch
 
         m, n, k = case.shape
-        return peers.gemm(case.form, m, n, k, sets_of(self.work(case).bytes))
+        return peers.gemm(case.form, m, n, k, sets)
 
 
 class GroupedGemm(_Product):
@@ -191,8 +191,8 @@ class GroupedGemm(_Product):
     def published(self, case):
         return _GROUPED.get(case.shape) if case.form in ("row", "block") else None
 
-    def peer(self, case):
+    def peer(self, case, sets):
         from jaxinfer.bench import peers  # loads torch
 
         _, _, n, k = case.shape
-        return peers.grouped_gemm(case.form, self.group_sizes(case), n, k, sets_of(self.work(case).bytes))
+        return peers.grouped_gemm(case.form, self.group_sizes(case), n, k, sets)

@@ -6,6 +6,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -142,6 +143,16 @@ def test_the_exact_answer_is_that_of_the_operation(case: Case) -> None:
     result = operation.run(case, "reference", *operation.operands(case, jnp.int32(5), jnp.bool_(False)))
     got, exact = operation.compare(case, jax.device_get(operation.sample(case, others, result)))
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) > 0.5
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_mosaic_takes_the_default_cases(op: str) -> None:
+    operation = OPERATIONS[op]
+    seed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    for case in {case.form: case for case in operation.table()}.values():
+        operands = jax.eval_shape(partial(operation.operands, case), *seed)
+        result = jax.eval_shape(partial(operation.run, case, "mosaic"), *operands)
+        jax.eval_shape(partial(operation.sample, case), operands, result)
 
 
 def test_groups_are_uneven_and_have_all_rows() -> None:
