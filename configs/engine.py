@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.configs.kv_format import FORMATS
+
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
-KV_FORMATS = ("auto", "fp32", "bf16")
+KV_FORMATS = ("auto", *FORMATS)
 ATTENTION_POLICIES = ("auto", "dense")
 WEIGHTS = ("auto", "random")
 DEFAULT_MODEL = "jaxinfer-12m"
@@ -31,7 +33,11 @@ class EngineOptions:
     unquantized_first_ffn: bool = False
     """With fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised."""
     kv: str = "auto"
-    """Type of the latent cache: auto follows precision."""
+    """Format of the latent cache: auto is fp32 where precision is, else bf16.
+
+    int8 holds a latent in 8 bits with one scale, fp8_e4m3 and fp8_e5m2 with a scale for 128 numbers; the rotated key
+    stays bfloat16.  Decode with int8 rounds its queries to 8 bits as well.
+    """
     attention: str = "auto"
     """Which positions a query reads: dense (auto is dense)."""
     max_context: int | None = None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import cache_spec
 from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.configs.kv_format import FLOAT_FORMATS, FORMATS, KVFormat
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
@@ -57,17 +58,17 @@ def build_engine(
     _log_replicated(config, rules)
 
     precision = _precision(options, source, on_gpu)
-    kv_dtype = precision.dtype if options.kv == "auto" else jnp.dtype(_TYPES[options.kv])
+    kv = FORMATS[options.kv] if options.kv != "auto" else FLOAT_FORMATS[precision.dtype.name]
     phase("loading")
     params = source.load(parameter_specs(config, rules, mesh, precision), progress)
-    capacity = _capacity(options, config, precision, params, rules, mesh, kv_dtype, on_gpu)
+    capacity = _capacity(options, config, precision, params, rules, mesh, kv, on_gpu)
 
     runner = Runner(
         config,
         precision,
         params,
         _rope(config, capacity.max_context, mesh),
-        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv_dtype),
+        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv),
         capacity,
         rules,
         mesh,
@@ -98,7 +99,7 @@ def _capacity(
     params: Tree,
     rules: Rules,
     mesh: Mesh,
-    kv_dtype: jnp.dtype,
+    kv: KVFormat,
     on_gpu: bool,
 ) -> Capacity:
     """What the engine can hold: sizes from the options, and as many pages as fit beside the weights."""
@@ -119,8 +120,7 @@ def _capacity(
         max_context=wanted,
         vocab_size=config.vocab_size,
     )
-    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, kv_dtype))[0]
-    page_bytes = math.prod(page.sharding.shard_shape(page.shape)) * kv_dtype.itemsize
+    page_bytes = config.num_layers * page_size * kv.token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
     fit = pages_that_fit(
         config, precision, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
     )

@@ -68,7 +68,12 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         False,
         "with fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised",
     )
-    define_choice("kv", KV_FORMATS, "type of the latent cache: auto follows --precision")
+    define_choice(
+        "kv",
+        KV_FORMATS,
+        "format of the latent cache: auto is fp32 where --precision is, else bf16; int8 has a scale for each token and "
+        "layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16",
+    )
     define_choice("attention", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"

@@ -3,14 +3,16 @@
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.latents import Latents, QuantizedLatents
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
+from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
 from jaxinfer.kernels.reference import mla_decode as reference
 from jaxinfer.kernels.tiles import device
 
 
 def mla_decode(
     q: Float[Array, "B T H latent"],
-    cache: Float[Array, "layers pages page_size latent"],
+    cache: Latents,
     layer: Int[Array, ""],
     page_table: Int[Array, "B N"],
     lengths: Int[Array, " B"],
@@ -25,20 +27,26 @@ def mla_decode(
 
     Args:
         q: `[B, T, H, kv_rank + rope]` queries in the space of the latents.
-        cache: `[layers, pages, page_size, kv_rank + rope]`, read where it lies.
+        cache: `[layers, pages, page_size, kv_rank + rope]` or the arrays of `QuantizedLatents`, read where it lies.
+            With int8, the `kv_rank` numbers of each query are rounded to int8 as well, with a scale for each head, so
+            that both operands are what tensor cores take; 8-bit floats are multiplied out to the type of `q`.
         layer: int32, the layer read.
         page_table: `[B, N]` int32, the pages of each sequence in order; entries past its length may hold anything.
         lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`; what lies beyond may be NaN.
         kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
-        implementation: None chooses (see `dispatch`).
+        implementation: None chooses (see `dispatch`); with a quantised cache, the reference.
 
     Returns: output `[B, T, H, kv_rank]`, the attended latent, and log-sum-exp `[B, T, H]`, both float32; a token
     without keys has 0 and -inf.
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
     arguments = q, cache, layer, page_table, lengths
-    reason = mosaic.reason_against(q, cache, kv_rank)
+    if isinstance(cache, QuantizedLatents):
+        kernel, reason = mosaic_int8, mosaic_int8.reason_against(q, cache, kv_rank)
+        implementation = implementation or "reference"  # Mosaic's has not run on a card yet.
+    else:
+        kernel, reason = mosaic, mosaic.reason_against(q, cache, kv_rank)
     if dispatch.choose("mla_decode", implementation, reason) == "reference":
         return reference.mla_decode(*arguments, kv_rank=kv_rank, scale=scale)
-    return mosaic.mla_decode(*arguments, kv_rank=kv_rank, scale=scale, multiprocessors=device().multiprocessors)
+    return kernel.mla_decode(*arguments, kv_rank=kv_rank, scale=scale, multiprocessors=device().multiprocessors)

@@ -1,6 +1,7 @@
 """Communication inside a sharded step.  Every function takes mesh axis names, and no axes mean no communication."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,10 @@ def merge_over(out: jax.Array, lse: jax.Array, axis: str, scatter_heads: bool) -
     return reduce_scatter(weighted, (axis,), 1) if scatter_heads else lax.psum(weighted, axis)
 
 
-def ring(visit: Callable, carry, block: jax.Array, axis: str):
+def ring(visit: Callable, carry, block: Any, axis: str):
     """Sends every rank's `block` once around the ring: `carry = visit(carry, block, source_rank)` on each rank.
 
-    The next block is on its way while one is visited, since neither depends on the other.
+    A block is a pytree of arrays.  The next one is on its way while one is visited, since neither depends on the other.
     """
     ranks = lax.axis_size(axis)
     if ranks == 1:

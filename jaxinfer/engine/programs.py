@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.engine.sampling import sample, score
+from jaxinfer.kernels.latents import Latents
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch, batch_specs, local
 from jaxinfer.model.params import Tree
 from jaxinfer.model.transformer import Transformer
@@ -31,10 +32,10 @@ class Programs:
         score: `jaxinfer.engine.sampling.score`.
     """
 
-    def __init__(self, model: Transformer, params: Tree, rules: Rules, mesh: Mesh, layout: Layout, cache: jax.Array):
+    def __init__(self, model: Transformer, params: Tree, rules: Rules, mesh: Mesh, layout: Layout, cache: Latents):
         specs = partial(jax.tree.map, _spec)
         self._model, self._rules, self._mesh, self._layout = model, rules, mesh, layout
-        self._params, self._cache = specs(params), _spec(cache)
+        self._params, self._cache = specs(params), specs(cache)
         self._plans = {"prefill": Plan.prefill(rules), "decode": Plan.decode(rules)}
         self._full_precision = params["embed"].dtype == jnp.float32
         self._replica = rules.axes("replica", rules.mesh.replicas) or None

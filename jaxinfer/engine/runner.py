@@ -16,6 +16,7 @@ from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.request import Sequence
 from jaxinfer.engine.sampling import Choice
 from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
+from jaxinfer.kernels.latents import QuantizedLatents
 from jaxinfer.model.batch import batch_specs
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
@@ -33,7 +34,7 @@ class Runner:
         precision: in which it is held and computed.
         params: its weights, laid out as `parameter_specs` says.
         rope: `{"cos", "sin"}` tables, float32 `[max_context, rope / 2]`, replicated.
-        cache: shape, type and sharding of the cache, as `cache_spec` makes it.
+        cache: shapes, types and sharding of the cache, as `cache_spec` makes it.
         capacity: what the scheduler may ask for.
         tile_tokens: tokens of context on each rank that prefill attention reads at a time.
     """
@@ -44,7 +45,7 @@ class Runner:
         precision: Precision,
         params: Tree,
         rope: Tree,
-        cache: jax.ShapeDtypeStruct,
+        cache: jax.ShapeDtypeStruct | QuantizedLatents,
         capacity: Capacity,
         rules: Rules,
         mesh: Mesh,
@@ -105,7 +106,7 @@ class Runner:
 
     def cache_alive(self) -> bool:
         """False after a step that took the cache over and failed."""
-        return not self.cache.is_deleted()
+        return not any(array.is_deleted() for array in jax.tree.leaves(self.cache))
 
     def reset_cache(self) -> None:
         """A new cache, of zeros."""

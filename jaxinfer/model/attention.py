@@ -6,9 +6,10 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.cache_write import cache_write
+from jaxinfer.kernels.latents import Latents, expand, take_pages
 from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
-from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.kernels.quantized import Activation, Weight
 from jaxinfer.kernels.rope import apply_rope
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
@@ -53,33 +54,34 @@ class Attention(nnx.Module):
     def prefill(
         self,
         x: Activation,
-        cache: jax.Array,
+        cache: Latents,
         layer: jax.Array,
         batch: PrefillBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Latents]:
         """Attends this rank's tokens `x [T, d]` to every earlier token of their sequences, on all cp ranks.
 
         Writes the tokens' latents to the cache first: they lie on this rank.  Then every tile of cached latents goes
         once around the cp ring, and the partial results merge by log-sum-exp.  Returns float32 `[T, d]`
         and the cache.
         """
-        q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
-        cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
+        q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
         q = jnp.concatenate((q_nope, q_rope), axis=-1)
         scale = softmax_scale(self.config)
         tile_tokens = batch.tile_pages.shape[1] * layout.page_size
 
         def tile(index, partial):
             segment, start = batch.tile_segment[index], batch.tile_start[index]
-            block = cache.at[layer, batch.tile_pages[index]].get(mode="clip").reshape(tile_tokens, -1)
+            pages = take_pages(cache, layer, batch.tile_pages[index])
+            block = jax.tree.map(lambda array: array.reshape(tile_tokens, -1), pages)
 
             def visit(partial, block, source):
                 seen = layout.local_length(batch.positions + 1, source, batch.homes[segment])
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
-                out, lse = mla_prefill(q, block, self.k_b, self.v_b, limit, scale=scale)
+                latents = expand(block, self.dtype)
+                out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale)
                 return merge(partial[0], partial[1], out, lse)
 
             return ring(visit, partial, block, "cp")
@@ -92,19 +94,18 @@ class Attention(nnx.Module):
     def decode(
         self,
         x: Activation,
-        cache: jax.Array,
+        cache: Latents,
         layer: jax.Array,
         batch: DecodeBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Latents]:
         """Attends one token per sequence, `x [B, d]`, the same on all cp ranks, to the keys that each rank holds.
 
         Returns float32 `[B, d]` and the cache.
         """
-        q_nope, q_rope, latents = self._project(x, batch.positions, rope, plan)
-        cache = cache.at[layer, batch.write_page, batch.write_offset].set(latents.astype(cache.dtype), mode="drop")
+        q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
         absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
         heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
@@ -115,8 +116,8 @@ class Attention(nnx.Module):
         attended = merge_over(out[:, 0], lse[:, 0], "cp", scatter_heads=heads_over_cp)
         return self._output(einsum("bhc,hvc->bhv", attended.astype(self.dtype), self.v_b), plan), cache
 
-    def _project(self, x, positions, rope, plan):
-        """Queries `[T, H, nope]` and `[T, H, rope]` of this rank's heads, and latents `[T, kv_rank + rope]`."""
+    def _project(self, x, cache, layer, batch, rope, plan):
+        """Queries `[T, H, nope]` and `[T, H, rope]` of this rank's heads, and the cache with the tokens' latents."""
         config = self.config
         if config.q_lora_rank is None:
             q = linear(x, self.q, self.dtype)
@@ -125,13 +126,13 @@ class Attention(nnx.Module):
             q_latent = normalised(self.q_b, q_latent, self.q_a_norm, config.latent_norm_eps, self.dtype)
             q = linear(q_latent, self.q_b, self.dtype)
         q = q.reshape(q.shape[0], -1, config.qk_head_dim)
-        cos, sin = (table.at[positions].get(mode="clip") for table in rope)
+        cos, sin = (table.at[batch.positions].get(mode="clip") for table in rope)
         q_nope, q_rope = jnp.split(q, (config.qk_nope_head_dim,), axis=-1)
         q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
-        latent = self._latent(x, self.kv_a, config.latent_dim, plan)
-        latent, k_rope = jnp.split(latent, (config.kv_lora_rank,), axis=-1)
-        latent = rms_norm(latent, self.kv_a_norm, config.latent_norm_eps)
-        return q_nope, q_rope, jnp.concatenate((latent, apply_rope(k_rope, cos, sin)), axis=-1)
+        latents = self._latent(x, self.kv_a, config.latent_dim, plan)
+        norm = self.kv_a_norm, config.latent_norm_eps
+        cache = cache_write(cache, layer, batch.write_page, batch.write_offset, latents, *norm, cos, sin)
+        return q_nope, q_rope, cache
 
     def _latent(self, x, projection, size, plan):
         return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.attention import Attention, RopeTable
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
@@ -34,13 +35,13 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        cache: jax.Array,
+        cache: Latents,
         layer: jax.Array,
         batch: PrefillBatch | DecodeBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Latents]:
         """The residual stream, float32 `x [T, d]`, after this layer, and the cache with its latents of the batch.
 
         The stream stays float32 in every precision: what is rounded is the input of each product, so that the same

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
@@ -48,8 +49,8 @@ class Transformer:
         self.groups = {kind: Group(Block(config, kind, precision), n) for kind, n in counts.items() if n}
 
     def hidden(
-        self, params: Tree, cache: jax.Array, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
-    ) -> tuple[jax.Array, jax.Array]:
+        self, params: Tree, cache: Latents, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
+    ) -> tuple[jax.Array, Latents]:
         """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents."""
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)

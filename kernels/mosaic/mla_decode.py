@@ -79,9 +79,8 @@ def schedule(lengths: jax.Array, parts: int) -> tuple[jax.Array, jax.Array, jax.
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     begins = jnp.concatenate((jnp.zeros(1, jnp.int32), ends))
     total = ends[-1]
-    even = jnp.arange(parts + 1, dtype=jnp.int32) * (total // parts) + jnp.minimum(
-        jnp.arange(parts + 1, dtype=jnp.int32), total % parts
-    )
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    even = part * (total // parts) + jnp.minimum(part, total % parts)
     distance = jnp.abs(even[:, None] - begins[None])
     nearest = jnp.argmin(distance, axis=1)
     cuts = jnp.where(jnp.min(distance, axis=1) * 16 <= total // parts, begins[nearest], even)

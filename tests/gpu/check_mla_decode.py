@@ -19,7 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.configs.kv_format import FORMATS
+from jaxinfer.kernels.latents import Latents, QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
+from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
 from jaxinfer.kernels.reference import mla_decode as reference
 from tests.gpu import workers
 from tests.gpu.clock import LOCK, alone, seconds_of_host, seconds_of_kernels
@@ -30,6 +33,7 @@ DIM = RANK + ROPE
 SCALE = 0.07
 NORM_BOUND, LSE_BOUND = 4e-3, 2e-3
 PROCESSORS = 132
+KINDS = "bf16", "int8"
 
 # name: batch, tokens, heads, page size, lengths (a number or "uneven"), FlashMLA on an H200.
 TIMED = {
@@ -41,6 +45,7 @@ TIMED = {
     "b128 h64 4K": (128, 1, 64, 128, 4096, ""),
     "b64 h16 8K, 4 tokens": (64, 4, 16, 64, 8192, ""),
     "b128 h128 4090": (128, 1, 128, 64, 4090, ""),
+    "b16 h16 128K": (16, 1, 16, 64, 131072, ""),
 }
 CHECKED = {
     "one tile": (1, 1, 64, 64, [64]),
@@ -73,26 +78,46 @@ def table_of(lengths: np.ndarray, page_size: int) -> tuple[np.ndarray, int]:
     return table, len(order)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def random_latents(key: jax.Array, pages: int, page_size: int) -> jax.Array:
-    return jax.random.normal(key, (pages, page_size, DIM), jnp.bfloat16)
+def kernel_of(kv: str, processors: int = PROCESSORS) -> Callable:
+    module = mosaic if kv == "bf16" else mosaic_int8
+    return functools.partial(module.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
 
 
-def check(name: str) -> dict:
+def numbers(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Even numbers of variance 1 from a hash of the index: XLA needs no memory beside the result."""
+    index = functools.reduce(lambda s, d: s * jnp.uint32(shape[d]) + _along(shape, d), range(len(shape)), jnp.uint32(0))
+    bits = (index + jnp.uint32(seed)) * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(3266489917)
+    return ((bits >> 8).astype(jnp.float32) / 2**24 - 0.5) * 12**0.5
+
+
+def _along(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
+
+
+def as_format(latents: jax.Array, kv: str) -> Latents:
+    if kv == "bf16":
+        return latents
+    values, scale = quantize_latents(latents[..., :RANK], 1, jnp.int8)
+    return QuantizedLatents(values, latents[..., RANK:], scale)
+
+
+def check(name: str, kv: str = "bf16") -> dict:
     batch, tokens, heads, page_size, spec = CHECKED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
-    latents = random_latents(jax.random.key(0), pages, page_size)
+    latents = jax.random.normal(jax.random.key(0), (pages, page_size, DIM), jnp.bfloat16)
     # What is beyond the lengths, and the other layer, is NaN.
     written = np.zeros((pages, page_size), bool)
     for row, length in enumerate(lengths):
         for page in range(-(-int(length) // page_size)):
             written[table[row, page]] = np.arange(page_size) + page * page_size < length
     latents = jnp.where(jnp.asarray(written)[..., None], latents, jnp.nan).astype(jnp.bfloat16)
-    cache = jnp.stack((jnp.full_like(latents, jnp.nan), latents))
+    cache = as_format(jnp.stack((jnp.full_like(latents, jnp.nan), latents)), kv)
     q = jax.random.normal(jax.random.key(1), (batch, tokens, heads, DIM), jnp.float32).astype(jnp.bfloat16)
     arguments = cache, jnp.int32(1), jnp.asarray(table), jnp.asarray(lengths)
-    kernel = jax.jit(functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=PROCESSORS))
+    kernel = jax.jit(kernel_of(kv))
     runs = [jax.block_until_ready(kernel(q, *arguments)) for _ in range(3)]
     out, lse = (np.asarray(x) for x in runs[0])
     same = all(np.array_equal(run[0], out, equal_nan=True) and np.array_equal(run[1], lse) for run in runs[1:])
@@ -108,34 +133,38 @@ def check(name: str) -> dict:
     return {"said": said} if good else {"said": said, "failed": f"; bounds {NORM_BOUND}, {LSE_BOUND}"}
 
 
-def measure(name: str, processors: int = PROCESSORS) -> dict:
+def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
     """Time of the operation for several layers in one program: nothing of a layer is in the L2 when its turn comes."""
     batch, tokens, heads, page_size, spec, peer = TIMED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
     layers = 2 if spec == "uneven" or batch == 1 else 3
-    run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
+    run = kernel_of(kv, processors)
 
     def whole(q, cache, table, lengths):
         return [run(q, cache, jnp.int32(layer), table, lengths) for layer in range(layers)]
 
-    def operands(key):
-        q = jax.random.normal(key, (batch, tokens, heads, DIM), jnp.bfloat16)
-        return q, jax.random.normal(key, (layers, pages, page_size, DIM), jnp.bfloat16)
+    def operands():
+        rows = layers, pages, page_size
+        q = numbers((batch, tokens, heads, DIM), 1).astype(jnp.bfloat16)
+        if kv == "bf16":
+            return q, numbers((*rows, DIM), 2).astype(jnp.bfloat16)
+        values = jnp.round(numbers((*rows, RANK), 2) * 73).astype(jnp.int8)
+        rope, scale = numbers((*rows, ROPE), 3).astype(jnp.bfloat16), (numbers((*rows, 1), 4) + 4) / 300
+        return q, QuantizedLatents(values, rope, scale)
 
-    key = jax.random.key(0)
-    make = jax.jit(operands).lower(key).compile()
+    make = jax.jit(operands).lower().compile()
     places = jnp.asarray(table), jnp.asarray(lengths)
-    program = jax.jit(whole).lower(*jax.eval_shape(operands, key), *places).compile()
+    program = jax.jit(whole).lower(*jax.eval_shape(operands), *places).compile()
     with alone():
-        arguments = *make(key), *places
+        arguments = *make(), *places
         kernels = seconds_of_kernels(program, *arguments)
         took = seconds_of_host(program, *arguments) / layers
     merging = sum(seconds for kernel, seconds in kernels.items() if "merge" in kernel) / layers
     attending = sum(seconds for kernel, seconds in kernels.items() if "mla_decode" in kernel) / layers - merging
     others = sum(kernels.values()) / layers - attending - merging
     keys_seen = int(lengths.sum())
-    flops, moved = 2 * tokens * heads * keys_seen * (DIM + RANK), keys_seen * DIM * 2
+    flops, moved = 2 * tokens * heads * keys_seen * (DIM + RANK), keys_seen * FORMATS[kv].token_bytes(RANK, ROPE)
     both = attending + merging
     said = (
         f"{attending * 1e6:.0f} us + merge {merging * 1e6:.1f} + others {others * 1e6:.1f}, by the host "
@@ -146,8 +175,8 @@ def measure(name: str, processors: int = PROCESSORS) -> dict:
 
 
 def cases() -> dict[str, Callable[[], dict]]:
-    checks = {f"check {name}": functools.partial(check, name) for name in CHECKED}
-    return checks | {f"time {name}": functools.partial(measure, name) for name in TIMED}
+    checks = {f"check {kv} {name}": functools.partial(check, name, kv) for kv in KINDS for name in CHECKED}
+    return checks | {f"time {kv} {name}": functools.partial(measure, name, kv) for kv in KINDS for name in TIMED}
 
 
 def run(module: str, cases: dict[str, Callable[[], dict]], description: str | None) -> int:

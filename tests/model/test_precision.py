@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import allocate, cache_spec
 from jaxinfer.checkpoint import open_checkpoint, random_parameters
+from jaxinfer.configs.kv_format import FLOAT_FORMATS
 from jaxinfer.configs.presets import preset
 from jaxinfer.engine.batching import Batcher
 from jaxinfer.engine.programs import Programs
@@ -164,7 +165,7 @@ def lowered_prefill(config, precision: Precision, monkeypatch: pytest.MonkeyPatc
     rules, layout = Rules(parse("cp=1")), Layout(1, 16, 16)
     mesh = make(rules.mesh)
     params = parameter_specs(config, rules, mesh, precision)
-    cache = allocate(cache_spec(config, rules, mesh, 8, 16, precision.dtype))
+    cache = allocate(cache_spec(config, rules, mesh, 8, 16, FLOAT_FORMATS[precision.dtype.name]))
     capacity = Capacity(
         replicas=1,
         layout=layout,

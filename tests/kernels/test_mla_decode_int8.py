@@ -1,0 +1,79 @@
+"""Decode attention on an INT8 cache for Hopper: the kernel in the interpreter, and lowered for CUDA at real shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
+from jaxinfer.kernels.mla_decode import mla_decode
+from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic
+from tests.kernels import test_mla_decode as plain
+from tests.kernels.interpreter import interpreted
+from tests.kernels.products import lower_for_cuda
+
+RANK, SCALE = 256, 0.1
+
+
+def case(tokens: int, heads: int, page_size: int, lengths: list[int]) -> tuple:
+    """The bfloat16 case with its cache rounded to int8; scales and rotated keys are NaN where nothing was written."""
+    q, cache, *rest = plain.case(tokens, heads, page_size, RANK, lengths)
+    latent = cache[..., :RANK].astype(jnp.float32)
+    values, scale = quantize_latents(latent * jnp.linspace(0.2, 3, page_size)[:, None], 1, jnp.int8)
+    return q, QuantizedLatents(values, cache[..., RANK:], scale), *rest
+
+
+CASES = {
+    # tokens, heads, page size, lengths, thread blocks
+    "lengths around a page": (1, 16, 64, [0, 1, 63, 64, 65, 129], 3),
+    "one long": (1, 16, 128, [900, 3, 1], 5),
+    "four tokens": (4, 16, 64, [1, 66, 131], 1),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "long" in n else []) for n in CASES])
+def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    *kind, processors = CASES[name]
+    q, *rest = case(*kind)
+    run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
+    with interpreted(capsys, monkeypatch):
+        out, lse = jax.block_until_ready(jax.jit(run)(q, *rest))
+    wanted, wanted_lse = mla_decode(q.astype(jnp.float32), *rest, kv_rank=RANK, scale=SCALE)
+    # The weights are rounded to bfloat16 for the second product.
+    assert np.linalg.norm(out - wanted) / np.linalg.norm(wanted) < 3e-3
+    # Scores of up to 20 pass through four float32 products.
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [(128, 1, 128, 64, 16384, 64), (16, 1, 16, 128, 32768, 1024), (3, 3, 20, 64, 4096, 64)]
+)
+def test_lowers_for_cuda(kind: tuple[int, ...]):
+    """Caches of more than 2^31 elements, reached by tile, not by element."""
+    batch, tokens, heads, page_size, pages, width = kind
+    shape = jax.ShapeDtypeStruct
+    place = 61, pages, page_size
+    cache = QuantizedLatents(
+        shape((*place, 512), jnp.int8), shape((*place, 64), jnp.bfloat16), shape((*place, 1), jnp.float32)
+    )
+    lowered = lower_for_cuda(
+        functools.partial(mla_decode, kv_rank=512, scale=SCALE, implementation="mosaic"),
+        shape((batch, tokens, heads, 576), jnp.bfloat16),
+        cache,
+        shape((), jnp.int32),
+        shape((batch, width), jnp.int32),
+        shape((batch,), jnp.int32),
+    )
+    assert "mosaic_gpu" in lowered
+
+
+def test_operands_that_do_not_fit_are_refused():
+    q, cache, *rest = case(1, 2, 64, [3])
+    ask = functools.partial(mla_decode, kv_rank=RANK, scale=SCALE, implementation="mosaic")
+    with pytest.raises(ValueError, match="queries are float32"):
+        ask(q.astype(jnp.float32), cache, *rest)
+    eight_bit_float = QuantizedLatents(cache.values.astype(jnp.float8_e4m3fn), cache.rope, cache.scale)
+    with pytest.raises(ValueError, match="the cache float8_e4m3fn with 1 scales"):
+        ask(q, eight_bit_float, *rest)
