@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.configs.presets import preset
 from jaxinfer.engine.memory import device_bytes, moe_workspace
+from jaxinfer.kernels.quantized import Quantized
 from jaxinfer.model.moe import MoE, exchange_tokens
 from jaxinfer.model.params import shapes_of, specs, use
 from jaxinfer.model.precision import Precision
@@ -89,13 +90,22 @@ def test_unkind_routing(favourite: str):
         np.testing.assert_allclose(other, logits["cp=1"], atol=5e-5, rtol=0, err_msg=mesh)
 
 
-@pytest.mark.parametrize("mesh_text", ["cp=8", "cp=4,ep=2", "tp=2,cp=4"])
-def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str):
+@pytest.mark.parametrize(
+    "mesh_text, kind, block",
+    [
+        ("cp=8", "fp32", None),
+        ("cp=4,ep=2", "fp32", None),
+        ("tp=2,cp=4", "fp32", None),
+        ("cp=4,ep=2", "fp8", (128, 128)),
+        ("tp=2,cp=4", "int8", None),
+    ],
+)
+def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str, kind: str, block: tuple[int, int] | None):
     """`moe_workspace` bounds what XLA reserves; the program is one for every routing, the worst included."""
-    config = preset("tiny-random", {**DIVIDING, "experts_per_token": 8})
+    config = preset("tiny-random", {**DIVIDING, "experts_per_token": 8, "weight_block_size": block})
     rules = Rules(parse(mesh_text))
     mesh, plan, tokens = make(rules.mesh), Plan.prefill(rules), 4 * exchange_tokens(2**20, 8)
-    precision = Precision(jnp.dtype(jnp.float32))
+    precision = Precision.named(kind, config, jnp.dtype(jnp.bfloat16))
     layer = MoE(config, precision)
     weights = specs(layer, 1, rules, mesh)
     in_specs = jax.tree.map(lambda spec: spec.sharding.spec, weights)
@@ -108,10 +118,16 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str):
         step, mesh=mesh, in_specs=(in_specs, spread, spread, spread), out_specs=spread, check_vma=False
     )
     ranks = rules.mesh.cp * rules.mesh.ep
-    arguments = [
-        jax.ShapeDtypeStruct((ranks * tokens, width), dtype, sharding=jax.NamedSharding(mesh, spread))
-        for width, dtype in ((config.hidden_size, jnp.float32), (8, jnp.int32), (8, jnp.float32))
-    ]
+
+    def placed(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spread))
+
+    rows, d = ranks * tokens, config.hidden_size
+    x = placed((rows, d), jnp.float32)
+    if precision.quantized is not None:
+        scale = (rows,) if block is None else (rows, d // 128)
+        x = Quantized(placed((rows, d), precision.quantized), placed(scale, jnp.float32), precision.scheme)
+    arguments = x, placed((rows, 8), jnp.int32), placed((rows, 8), jnp.float32)
     memory = jax.jit(sharded).lower(weights, *arguments).compile().memory_analysis()
     bound = moe_workspace(config, precision, tokens, rules)
     assert memory.temp_size_in_bytes <= bound
