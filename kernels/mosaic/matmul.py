@@ -118,9 +118,9 @@ def _transforms(dtype, columns):
     return tiling, swizzle
 
 
-def _part(tiles):
-    """Columns that share a scale of the weight's blocks; tiles start at multiples of them."""
-    return math.gcd(tiles.n, tiles.width, BLOCK)
+def _part(area):
+    """Columns of a warpgroup that share a scale of the weight's blocks; tiles start at multiples of them."""
+    return math.gcd(area.tiles.n, area.width, BLOCK)
 
 
 def _tail_columns(problem):
@@ -261,6 +261,7 @@ def _copy(problem, sweeps, operands, scratch):
 def _multiply(problem, sweeps, operands, out, scratch, warpgroup):
     """A math warpgroup: 64 rows of each tile, or all 64 rows and half the columns."""
     steps = math.ceil(problem.k / problem.step)
+    blocks = lax.axis_size("block")
     done = jnp.int32(0)
     for tiles, count, tile_at in sweeps:
         area = _Area(problem, tiles, warpgroup)
@@ -276,20 +277,22 @@ def _multiply(problem, sweeps, operands, out, scratch, warpgroup):
             store(tile_at(info.index[0]), _accumulated(problem, area, scratch, carry, steps))
             return carry + steps
 
-        def promoted(info, carry, area=area, tile_at=tile_at, store=store):
-            """Stores the tile before under the first products of this one."""
-            done, before, values = carry
-            tile = tile_at(info.index[0])
+        def promoted(info, carry, area=area, count=count, tile_at=tile_at, store=store):
+            """Stores the tile before under the first products of this one, and looks up the one after."""
+            done, before, values, tile, w_scales = carry
+            following = tile_at(jnp.minimum(info.index[0] + blocks, count - 1))
 
             def beneath():
                 pl.when(info.local_index > 0)(lambda: store(before, values))
+                return _column_scales(problem, area, operands, following, 0)
 
-            return done + steps, tile, _promoted(problem, area, operands, scratch, tile, done, steps, beneath)
+            values, w_scales = _promoted(problem, area, operands, scratch, tile, w_scales, done, steps, beneath)
+            return done + steps, tile, values, following, w_scales
 
         if problem.promoted:
-            nothing = jax.tree.map(jnp.zeros_like, tile_at(jnp.int32(0))), _zeros(area.width)
-            loop = plgpu.nd_loop((count,), collective_axes="block", init_carry=(done, *nothing))
-            after, tile, values = loop(promoted)
+            first = tile_at(jnp.minimum(lax.axis_index("block"), jnp.maximum(count - 1, 0)))
+            carry = done, first, _zeros(area.width), first, _column_scales(problem, area, operands, first, 0)
+            after, tile, values, *_ = plgpu.nd_loop((count,), collective_axes="block", init_carry=carry)(promoted)
             pl.when(after > done)(lambda tile=tile, values=values, store=store: store(tile, values))
             done = after
         else:
@@ -322,23 +325,31 @@ def _zeros(columns):
     return plgpu.layout_cast(jnp.zeros((_WARPGROUP_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def _promoted(problem, area, operands, scratch, tile, done, steps, beneath):
-    """The product in float32, block after block of K; `beneath` runs while the first is computed."""
+def _column_scales(problem, area, operands, tile, k):
+    """Block scales of the columns of a tile, one for each part of them; none where the scales are not of blocks."""
+    if problem.scheme != "block":
+        return []
+    scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
+    last = scales.shape[0] - 1
+    start = tile.column + area.column
+    part = _part(area)
+    return [scales[jnp.minimum((start + i * part) // BLOCK, last), k] for i in range(area.width // part)]
+
+
+def _promoted(problem, area, operands, scratch, tile, w_scales, done, steps, beneath):
+    """The product in float32, block after block of K; `beneath` runs while the first is computed.
+
+    Global memory answers about a step later, so the scales of the columns are read a step ahead: those of the first
+    step come from the tile before.
+
+    Returns: the product, and what `beneath` returned.
+    """
     blocks = problem.scheme == "block"
-    part = math.gcd(_part(area.tiles), area.width) if blocks else area.width
+    part = _part(area) if blocks else area.width
     parts = area.width // part
 
-    def column_scales(k):
-        """Block scales of the columns, one for each part of them."""
-        if not blocks:
-            return []
-        scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
-        last = scales.shape[0] - 1
-        start = tile.column + area.column
-        return [scales[jnp.minimum((start + i * part) // BLOCK, last), k] for i in range(parts)]
-
     def block(k, w_scales, beneath=lambda: None):
-        """The parts of a block's product, scaled, and the scales of the columns of the next block."""
+        """The parts of a block's product, scaled, the scales of the columns of the next block, and `beneath`'s."""
         slot = area.slot(done + k)
         plgpu.barrier_wait(scratch["full"].at[slot])
 
@@ -349,25 +360,26 @@ def _promoted(problem, area, operands, scratch, tile, done, steps, beneath):
                 x_scale = plgpu.load(scratch["x_scale"].at[slot, area.rows], layout=plgpu.Layout.WGMMA.reduce(1))
                 # Orders this read before the next copy into the stage.
                 plgpu.commit_smem()
-            beneath()
-            # Global memory answers about a step later, so the scales of the columns are read a step ahead.
-            return accumulator[...], x_scale, column_scales(jnp.minimum(k + 1, steps - 1))
+            ahead = _column_scales(problem, area, operands, tile, jnp.minimum(k + 1, steps - 1))
+            returned = beneath()
+            return accumulator[...], x_scale, ahead, returned
 
-        product, x_scale, ahead = pl.run_scoped(multiply, area.accumulator)
+        product, x_scale, ahead, returned = pl.run_scoped(multiply, area.accumulator)
         plgpu.barrier_arrive(scratch["empty"].at[slot])
         pieces = [product[:, i * part : (i + 1) * part] for i in range(parts)]
         if blocks:
             scales = [lax.broadcast_in_dim(x_scale * s, (_WARPGROUP_ROWS, part), [0]) for s in w_scales]
             pieces = [piece * scale for piece, scale in zip(pieces, scales, strict=True)]
-        return pieces, ahead
+        return pieces, ahead, returned
 
     def step(k, carry):
         sums, w_scales = carry
-        pieces, w_scales = block(k, w_scales)
+        pieces, w_scales, _ = block(k, w_scales)
         return [a + b for a, b in zip(sums, pieces, strict=True)], w_scales
 
-    sums, _ = lax.fori_loop(1, steps, step, block(0, column_scales(0), beneath))
-    return jnp.concatenate(sums, axis=1)
+    *first, returned = block(0, w_scales, beneath)
+    sums, _ = lax.fori_loop(1, steps, step, tuple(first))
+    return jnp.concatenate(sums, axis=1), returned
 
 
 def _accumulated(problem, area, scratch, done, steps):
