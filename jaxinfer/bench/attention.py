@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.bench.operation import Case, Operation, Published, Work, float64, spread
+from jaxinfer.configs.kv_format import FORMATS, KVFormat
+from jaxinfer.kernels.latents import QuantizedLatents, expand, quantize_latents, take_pages
 from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 
@@ -109,21 +111,23 @@ class Prefill(Operation):
 
 
 class Decode(Operation):
-    """One token of each of B sequences with S keys; `one long`: S keys in the first, at most 4,096 in the others."""
+    """One token of each of B sequences with S keys; `one long`: S keys in the first, at most 4,096 in the others.
+
+    The form begins with the format of the cache.  The exact answer is that of the quantised cache multiplied out.
+    """
 
     name = "mla_decode"
     sizes = ("B", "H", "S")
-    forms = ("bf16", "bf16, one long")
+    forms = ("bf16", "int8", "bf16, one long", "int8, one long")
 
     def table(self):
-        even, one_long = self.forms
-        shapes = {
-            (128, 128, 4096): even,
-            (128, 16, 8192): even,
-            (64, 128, 524288): one_long,
-            (64, 16, 524288): one_long,
-        }
-        return [Case(self.name, form, shape) for shape, form in shapes.items()]
+        even = (128, 128, 4096), (128, 16, 8192), (8, 16, 131072)
+        one_long = (64, 128, 524288), (64, 16, 524288)
+        shapes = {"bf16": even, "int8": even, "bf16, one long": one_long}
+        return [Case(self.name, form, shape) for form in shapes for shape in shapes[form]]
+
+    def _format(self, case: Case) -> KVFormat:
+        return FORMATS[case.form.split(",")[0]]
 
     def _lengths(self, case: Case) -> np.ndarray:
         batch, _, keys = case.shape
@@ -148,6 +152,9 @@ class Decode(Operation):
         q = jax.random.normal(key_q, (batch, 1, heads, LATENT), jnp.bfloat16)
         cache = jax.random.normal(key_cache, (1, pages, PAGE_SIZE, LATENT), jnp.bfloat16)
         cache = jnp.where(positive, jnp.abs(cache), cache)
+        if self._format(case).quantized:
+            values, scale = quantize_latents(cache[..., :RANK], 1, jnp.dtype(self._format(case).dtype))
+            cache = QuantizedLatents(values, cache[..., RANK:], scale)
         return q, cache, jnp.int32(0), jnp.asarray(table), jnp.asarray(self._lengths(case))
 
     def run(self, case, implementation, *operands):
@@ -159,14 +166,15 @@ class Decode(Operation):
         return order[spread(len(order), _SEQUENCES)]
 
     def sample(self, case, operands, result):
-        q, cache = operands[:2]
+        q, cache, layer = operands[:3]
         lengths, table = self._lengths(case), self._table(case)
         heads = spread(case.shape[1], _HEADS)
         found = {}
         for row in self._compared(case):
-            pages = table[row, : -(-int(lengths[row]) // PAGE_SIZE)]
+            pages = jnp.asarray(table[row, : -(-int(lengths[row]) // PAGE_SIZE)])
             found[f"q{row}"], found[f"out{row}"] = q[row][:, heads], result[0][row][:, heads]
-            found[f"keys{row}"] = cache[0, pages].reshape(-1, LATENT)[: lengths[row]]
+            keys = expand(take_pages(cache, layer, pages), jnp.float32)
+            found[f"keys{row}"] = keys.reshape(-1, LATENT)[: lengths[row]]
         return found
 
     def compare(self, case, sample):
@@ -180,8 +188,10 @@ class Decode(Operation):
     def work(self, case):
         batch, heads, _ = case.shape
         keys = float(self._lengths(case).sum(dtype=np.int64))
-        moved = 2 * keys * LATENT + batch * heads * (2 * LATENT + 4 * (RANK + 1))
-        return Work(flops=2 * heads * keys * (LATENT + RANK), bytes=moved)
+        form = self._format(case)
+        moved = keys * form.token_bytes(RANK, ROPE) + batch * heads * (2 * LATENT + 4 * (RANK + 1))
+        in_8_bits = 2 * heads * keys * RANK if form.quantized else 0.0
+        return Work(flops=2 * heads * keys * (LATENT + RANK), bytes=moved, flops_8_bit=in_8_bits)
 
     def published(self, case):
-        return _FLASH_MLA.get(case.shape)
+        return _FLASH_MLA.get(case.shape) if case.form == "bf16" else None
