@@ -69,7 +69,7 @@ def check_large_quantize(rows: int, columns: int) -> dict:
     return answer if good else answer | {"failed": "; differs"}
 
 
-def time_quantize(name: str, form: str, implementation: dispatch.Implementation) -> dict:
+def time_quantize(name: str, form: str, implementation: dispatch.Implementation, given=jnp.bfloat16) -> dict:
     from tests.gpu.products import FORMS, random_bits, seconds_jax
 
     dtype, scheme = FORMS[form]
@@ -80,12 +80,11 @@ def time_quantize(name: str, form: str, implementation: dispatch.Implementation)
         "rms_norm_quantize": (lambda x: rms_norm_quantize(x, jnp.asarray(weight), 1e-6, **kind), 7168, 7168),
         "swiglu_quantize": (functools.partial(swiglu_quantize, **kind), 4096, 2048),
     }[name]
-    compiled = (
-        jax.jit(lambda x: [function(x)]).lower(jax.ShapeDtypeStruct((TIMED_ROWS, columns), jnp.bfloat16)).compile()
-    )
+    x = jax.ShapeDtypeStruct((TIMED_ROWS, columns), given)
+    compiled = jax.jit(lambda x: [function(x)]).lower(x).compile()
     with Alone():
-        _, seconds = seconds_jax(compiled, [random_bits("bf16", TIMED_ROWS, columns)], "")
-    bandwidth = TIMED_ROWS * (2 * columns + out_columns) / seconds / 1e12
+        _, seconds = seconds_jax(compiled, [random_bits("bf16", TIMED_ROWS, columns).astype(given)], "")
+    bandwidth = TIMED_ROWS * (jnp.dtype(given).itemsize * columns + out_columns) / seconds / 1e12
     return {"said": f"{TIMED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s", "seconds": seconds}
 
 
@@ -109,4 +108,7 @@ def timings() -> dict[str, Callable[[], dict]]:
             for implementation in ("mosaic", "reference"):
                 case = functools.partial(time_quantize, name, form, implementation)
                 found[f"time {name} {form} {implementation}"] = case
+        for implementation in ("mosaic", "reference"):
+            case = functools.partial(time_quantize, "rms_norm_quantize", form, implementation, jnp.float32)
+            found[f"time rms_norm_quantize {form} of float32 {implementation}"] = case
     return found
