@@ -200,7 +200,7 @@ def run(module: str, cases: dict[str, Callable[[], dict]], description: str | No
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
     }
-    answers = workers.run(module, names, arguments.workers, 40, arguments.seconds, environment)
+    answers = workers.run(module, names, arguments.workers, 80, arguments.seconds, environment)
     (arguments.out / f"{module.split('.')[-1]}.json").write_text(json.dumps(answers, indent=1))
     print()
     for name in names:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,20 @@ from jax.experimental.mosaic import gpu as mosaic_gpu
 
 LOCK = "CHECK_GPU_LOCK"
 """Environment variable with the path of the lock that all workers of a check share."""
+HELD = 20
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Holds the card while something is timed; other workers compile meanwhile."""
+    """Holds the card while something is timed; other workers compile meanwhile.
+
+    Whoever holds it for `HELD` seconds is ended by an alarm: a kernel that hangs lets nothing else do so.
+    """
     with open(os.environ[LOCK], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        signal.alarm(HELD)
         yield
+        signal.alarm(0)
 
 
 def seconds_of_kernels(function: Callable, *arguments, samples: int = 15) -> dict[str, float]:
