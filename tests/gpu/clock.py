@@ -25,8 +25,10 @@ def alone() -> Iterator[None]:
     with open(os.environ[LOCK], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         signal.alarm(HELD)
-        yield
-        signal.alarm(0)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
 
 
 def seconds_of_kernels(function: Callable, *arguments, samples: int = 15) -> dict[str, float]:
