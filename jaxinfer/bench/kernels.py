@@ -153,7 +153,9 @@ class Measurement:
         }
         implementation = None if self.options.implementation == "auto" else self.options.implementation
         with tempfile.NamedTemporaryFile() as lock, Clocks() as clocks:
-            common = {**self.settings, "implementation": implementation, "lock": lock.name}
+            # Half of a case's time for itself: one that hangs does not make those fail that wait for the device.
+            held = {"lock": lock.name, "held_seconds": self.options.case_seconds / 2}
+            common = {**self.settings, "implementation": implementation, **held}
             requests = [{"op": case.op, "form": case.form, "shape": list(case.shape), **common} for case in todo]
             answers = workers.serve(
                 "jaxinfer.bench.measure",

@@ -1,11 +1,10 @@
 """One case, measured in this process: `python -m jaxinfer.bench.measure` is the worker of `workers`."""
 
 import dataclasses
-import fcntl
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,18 +17,10 @@ from jaxinfer.bench.attention import Decode, Prefill
 from jaxinfer.bench.operation import Case, Operation, sets_of
 from jaxinfer.bench.products import Gemm, GroupedGemm
 from jaxinfer.bench.quantization import Quantize
-from jaxinfer.bench.timing import measure
+from jaxinfer.bench.timing import alone, measure
 from jaxinfer.kernels.dispatch import Implementation
 
 OPERATIONS: dict[str, Operation] = {op.name: op for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode())}
-
-
-@contextmanager
-def alone(lock: str) -> Iterator[None]:
-    """Holds the device: nothing else runs there while something is timed."""
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def measure_case(
@@ -42,6 +33,7 @@ def measure_case(
     check: bool,
     peers: bool,
     lock: str,
+    held_seconds: float,
 ) -> dict[str, Any]:
     """Compiles and times a case, compares a part of its result with float64, and times torch's kernel.
 
@@ -50,14 +42,15 @@ def measure_case(
 
     Args:
         op, form, shape: of the `Case`.
-        lock: a file that the workers of a run lock to have the device for themselves.
+        lock, held_seconds: a file that the workers of a run lock to have the device for themselves, and how long.
 
     Returns: the figures of a record (see `kernels`).
     """
     case, operation = Case(op, form, tuple(shape)), OPERATIONS[op]
     torch_peers = _load_torch() if peers else None
-    programs = _compile(operation, case, implementation, lock)
-    with alone(lock):
+    hold = functools.partial(alone, lock, held_seconds)
+    programs = _compile(operation, case, implementation, hold)
+    with hold():
         answer = _run(programs, repeats, check)
         if torch_peers is not None:
             answer["peer"] = _peer(operation, case, programs.sets, torch_peers, repeats)
@@ -82,10 +75,15 @@ class _Programs:
     compile_seconds: float
 
 
-def _compile(operation: Operation, case: Case, implementation: Implementation | None, lock: str) -> _Programs:
+def _compile(
+    operation: Operation,
+    case: Case,
+    implementation: Implementation | None,
+    hold: Callable[[], AbstractContextManager[None]],
+) -> _Programs:
     seed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     make = jax.jit(functools.partial(operation.operands, case)).lower(*seed).compile()
-    with alone(lock) if operation.autotuned else nullcontext():
+    with hold() if operation.autotuned else nullcontext():
         begin = time.perf_counter()
         run = jax.jit(functools.partial(operation.run, case, implementation)).lower(*make.out_info).compile()
         took = time.perf_counter() - begin

@@ -1,9 +1,12 @@
 """Times of a call: of its kernels, as CUPTI sees them, or by the host's clock."""
 
 import dataclasses
+import fcntl
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,6 +14,21 @@ import jax
 WARM_SECONDS = 0.2
 """How long a call is repeated before it is timed: clocks and power are then those of steady work."""
 _QUEUED = 4
+
+
+@contextmanager
+def alone(lock: str, seconds: float) -> Iterator[None]:
+    """Holds the device by a file that all its users lock: nothing else runs there while something is timed.
+
+    After so many seconds an alarm ends the process: a kernel that hangs lets nothing else end it, nor others begin.
+    """
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 import types
@@ -22,7 +24,7 @@ from jaxinfer.bench.measure import OPERATIONS, measure_case
 from jaxinfer.bench.operation import Case, Published, Work, sets_of, spread
 from jaxinfer.bench.records import Records
 from jaxinfer.bench.report import largest_kernel, markdown, share_of_floor
-from jaxinfer.bench.timing import measure
+from jaxinfer.bench.timing import alone, measure
 from tests.frontends.test_commands import ROOT, run
 
 TINY = {
@@ -181,7 +183,9 @@ def test_pages_of_decode_are_all_different() -> None:
 
 def measured(case: Case, tmp_path: Path, **changes) -> dict:
     settings = {"implementation": "reference", "repeats": 2, "check": True, "peers": False, **changes}
-    return measure_case(case.op, case.form, list(case.shape), **settings, lock=str(tmp_path / "lock"))
+    return measure_case(
+        case.op, case.form, list(case.shape), **settings, lock=str(tmp_path / "lock"), held_seconds=60.0
+    )
 
 
 def test_a_case_is_measured(tmp_path: Path) -> None:
@@ -256,6 +260,15 @@ def test_clocks_are_read_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             time.sleep(0.01)
         assert clocks.between(began, time.time()) == {"sm_mhz": 1980, "watts": 702.5}
         assert clocks.between(began - 1, began) == {"sm_mhz": None, "watts": None}
+
+
+def test_who_holds_the_device_too_long_is_ended(tmp_path: Path) -> None:
+    code = "import sys, time; from jaxinfer.bench.timing import alone\nwith alone(sys.argv[1], 0.2): time.sleep(60)"
+    lock = str(tmp_path / "lock")
+    assert subprocess.run([sys.executable, "-c", code, lock], cwd=ROOT, timeout=50).returncode == -signal.SIGALRM
+    with alone(lock, 0.1):
+        pass
+    time.sleep(0.2)
 
 
 def test_a_fault_costs_one_request() -> None:
