@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from jaxinfer.kernels.gemm import gemm
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
 from jaxinfer.kernels.tiles import Problem, Tiles
 from tests.gpu import quantization, workers
-from tests.gpu.alone import LOCK, Alone
+from tests.gpu.clock import LOCK, alone
 
 MODULE = "tests.gpu.check_gemm"
 NORM_BOUND, BIAS_BOUND = 3e-3, 1e-3
@@ -198,7 +199,7 @@ def time_product(form: str, groups: int | None, m: int, n: int, k: int, tiles: s
     one = jax.jit(one)
     program = jax.jit(lambda *sets: [one(*operands) for operands in sets])
     compiled = program.lower(*[(x, w, *sizes, *scales)] * ROTATED).compile()
-    with Alone():
+    with alone():
         unit = 1 if uneven or m // (groups or 1) < 128 else 128
         seconds, both = seconds_jax(compiled, random_operands(form, groups, m, n, k, unit), "gemm")
         random_operands.cache_clear()
@@ -221,7 +222,7 @@ def time_sustained(form: str, m: int, n: int, k: int, tiles: str, single: bool) 
     with promoted:
         compiled = program.lower(*[shapes_of(form, m, n, k)] * ROTATED).compile()
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "20"]
-    with Alone():
+    with alone():
         sets = random_operands(form, None, m, n, k)
         jax.block_until_ready(compiled(*sets))
         sampler = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
@@ -234,7 +235,8 @@ def time_sustained(form: str, m: int, n: int, k: int, tiles: str, single: bool) 
         sampler.terminate()
         lines = sampler.communicate()[0].splitlines()
         random_operands.cache_clear()
-    samples = [tuple(map(float, line.split(","))) for line in lines if line.count(",") == 1]
+    found = (re.fullmatch(r"([\d.]+), ([\d.]+)", line) for line in lines)
+    samples = [(float(match[1]), float(match[2])) for match in found if match]
     busy = [sample for sample in samples if sample[1] > 0.9 * max(watt for _, watt in samples)]
     clock, watt = (float(np.median(column)) for column in zip(*busy, strict=True)) if busy else (0.0, 0.0)
     rate = 2 * m * n * k / seconds
@@ -253,7 +255,7 @@ def time_torch(form: str, groups: int | None, m: int, n: int, k: int) -> dict:
         values = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         return values if form == "bf16" else values.to(torch.float8_e4m3fn)
 
-    with Alone():
+    with alone():
         if groups is None:
             sets = [(numbers(m, k), numbers(n, k)) for _ in range(ROTATED)]
             if form == "bf16":

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.mosaic import quantize as mosaic
 from jaxinfer.kernels.quantize import quantize, rms_norm_quantize, swiglu_quantize
-from tests.gpu.alone import Alone
+from tests.gpu.clock import alone
 from tests.oracles import FIXTURES
 
 TIMED_ROWS = 32768
@@ -34,12 +36,12 @@ def check_quantize_kernel(name: str, form: str, rows: int, columns: int) -> dict
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(rows, columns)) * rng.uniform(1e-3, 1e3, size=(rows, 1))).astype(jnp.bfloat16)
     weight = rng.uniform(0.5, 2, size=columns).astype(jnp.bfloat16)
-    operands = (x, weight, 1e-6) if name == "rms_norm_quantize" else (x,)
+    more = (weight, 1e-6) if name == "rms_norm_quantize" else ()
     kind = {"scheme": scheme, "dtype": dtype}
     functions = {f.__name__: f for f in (quantize, rms_norm_quantize, swiglu_quantize)}
-    q, scale = functions[name](*map(jnp.asarray, operands), **kind, implementation="mosaic")
+    q, scale = functions[name](jnp.asarray(x), *more, **kind, implementation="mosaic")
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted, wanted_scale = functions[name](*map(jnp.asarray, operands), **kind, implementation="reference")
+        wanted, wanted_scale = functions[name](jnp.asarray(x), *more, **kind, implementation="reference")
     bound, scale_bound = 2e-3, 2e-6
     if name == "quantize":
         spread = np.asarray(scale)[:, None] if scheme == "row" else np.repeat(np.asarray(scale).T, 128, 1)
@@ -69,7 +71,9 @@ def check_large_quantize(rows: int, columns: int) -> dict:
     return answer if good else answer | {"failed": "; differs"}
 
 
-def time_quantize(name: str, form: str, implementation: dispatch.Implementation, given=jnp.bfloat16) -> dict:
+def time_quantize(
+    name: str, form: str, implementation: dispatch.Implementation, given=jnp.bfloat16, blocks=2**30
+) -> dict:
     from tests.gpu.products import FORMS, random_bits, seconds_jax
 
     dtype, scheme = FORMS[form]
@@ -81,8 +85,9 @@ def time_quantize(name: str, form: str, implementation: dispatch.Implementation,
         "swiglu_quantize": (functools.partial(swiglu_quantize, **kind), 4096, 2048),
     }[name]
     x = jax.ShapeDtypeStruct((TIMED_ROWS, columns), given)
-    compiled = jax.jit(lambda x: [function(x)]).lower(x).compile()
-    with Alone():
+    with mock.patch.object(mosaic, "_BLOCKS", blocks):
+        compiled = jax.jit(lambda x: [function(x)]).lower(x).compile()
+    with alone():
         _, seconds = seconds_jax(compiled, [random_bits("bf16", TIMED_ROWS, columns).astype(given)], "")
     bandwidth = TIMED_ROWS * (jnp.dtype(given).itemsize * columns + out_columns) / seconds / 1e12
     return {"said": f"{TIMED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s", "seconds": seconds}
@@ -108,6 +113,9 @@ def timings() -> dict[str, Callable[[], dict]]:
             for implementation in ("mosaic", "reference"):
                 case = functools.partial(time_quantize, name, form, implementation)
                 found[f"time {name} {form} {implementation}"] = case
+            for number in (4, 6, 8, 12) if form != "int8" else ():
+                case = functools.partial(time_quantize, name, form, "mosaic", blocks=132 * number)
+                found[f"time {name} {form} mosaic, {number} blocks a multiprocessor"] = case
         for implementation in ("mosaic", "reference"):
             case = functools.partial(time_quantize, "rms_norm_quantize", form, implementation, jnp.float32)
             found[f"time rms_norm_quantize {form} of float32 {implementation}"] = case
