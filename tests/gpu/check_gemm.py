@@ -389,7 +389,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", help="run one case here and print its answer")
     arguments = parser.parse_args()
-    cases = checks() | quantization.checks() | timings() | quantization.timings()
+    cases = checks() | quantization.checks() | quantization.timings() | timings()
     os.environ.setdefault(LOCK, str(Path(tempfile.mkdtemp()) / "lock"))
     if arguments.case:
         print(cases[arguments.case]())
