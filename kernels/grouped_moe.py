@@ -8,7 +8,10 @@ from jaxinfer.kernels.grouped_gemm import grouped_gemm
 from jaxinfer.kernels.quantized import Activation, Quantized, Weight, grouped_product, swiglu_for
 
 ROWS = 16384
-"""Rows (pairs of token and expert) that are computed at a time: bounds the memory, whatever the routing."""
+"""Rows (pairs of token and expert) that are computed at a time.
+
+As many windows of rows are computed as the routing fills; only the results have memory for all pairs.
+"""
 
 
 def grouped_moe_experts(
@@ -30,33 +33,35 @@ def grouped_moe_experts(
     first_expert = layer * num_experts
     pairs = tokens * per_token
     rows = min(pairs, ROWS)
+    windows = -(-pairs // rows)
     local = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
-    order = jnp.argsort(local, stable=True)
-    place = jnp.argsort(order).reshape(tokens, per_token)  # where in the order each pair has come
-    sizes = jnp.bincount(local, length=num_experts)
-    ends = jnp.cumsum(sizes)
+    by_expert, order = lax.sort((local, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
+    ends = jnp.searchsorted(by_expert, jnp.arange(num_experts), side="right", method="compare_all")
+    starts = jnp.concatenate((jnp.zeros(1, ends.dtype), ends[:-1]))
 
-    def window(index, out):
+    def window(index, results):
         first = index * rows
         pair = order.at[first + jnp.arange(rows)].get(mode="clip")
-        inside = [jnp.clip(bound - first, 0, rows) for bound in (ends - sizes, ends)]
-        counts = (inside[1] - inside[0]).astype(jnp.int32)
+        counts = jnp.clip(ends - first, 0, rows) - jnp.clip(starts - first, 0, rows)
         taken = jax.tree.map(lambda array: array[pair // per_token], x)
         hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype))
         factor = weights.reshape(-1)[pair]
         scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
         y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, first_expert, dtype)
-        for choice in range(per_token):
-            row = place[:, choice] - first
-            mine = (row >= 0) & (row < rows) & (place[:, choice] < ends[-1])
-            # What lies behind the last group may be anything.
-            out = out + jnp.where(mine[:, None], y.at[row].get(mode="clip"), 0).astype(jnp.float32)
-        return out
+        return lax.dynamic_update_slice_in_dim(results, y, first, 0)
 
+    results = lax.empty((windows * rows, x.shape[1]), dtype)
+    if windows == 1:
+        results = window(0, results)
+    else:
+        results = lax.fori_loop(0, (ends[-1] + rows - 1) // rows, window, results)
+
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     out = jnp.zeros(x.shape, jnp.float32)
-    if rows == pairs:
-        return window(0, out)
-    return lax.fori_loop(0, (ends[-1] + rows - 1) // rows, window, out)
+    for row in place.reshape(tokens, per_token).T:
+        # What lies behind the last group may be anything.
+        out = out + jnp.where((row < ends[-1])[:, None], results.at[row].get(mode="clip"), 0).astype(jnp.float32)
+    return out
 
 
 def _product(x: Activation, gate_up: Weight, counts: jax.Array, first_expert, dtype) -> jax.Array:

@@ -37,8 +37,8 @@ def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules:
     if precision.quantized is None:
         rows = 128 * (4 * d + 3 * width) * 4
     else:
-        # Rows and products in 8 bits and in the type between, and in float32 as the reference computes them.
-        rows = min(pairs, ROWS) * (d + width) * (2 * itemsize + 9)
+        # Rows and products in 8 bits and in the type between, and in float32 as the reference computes them; results.
+        rows = min(pairs, ROWS) * (d + width) * (2 * itemsize + 9) + (pairs + ROWS) * d * itemsize
     return tile * d * (itemsize + 3 * 4) + pairs * 4 * 8 + rows + weights + tokens * d * 4
 
 

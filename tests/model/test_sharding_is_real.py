@@ -104,7 +104,9 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str, kind: s
     """`moe_workspace` bounds what XLA reserves; the program is one for every routing, the worst included."""
     config = preset("tiny-random", {**DIVIDING, "experts_per_token": 8, "weight_block_size": block})
     rules = Rules(parse(mesh_text))
-    mesh, plan, tokens = make(rules.mesh), Plan.prefill(rules), 4 * exchange_tokens(2**20, 8)
+    mesh, plan = make(rules.mesh), Plan.prefill(rules)
+    ranks = rules.mesh.cp * rules.mesh.ep
+    tokens = 4 * exchange_tokens(2**20, ranks)
     precision = Precision.named(kind, config, jnp.dtype(jnp.bfloat16))
     layer = MoE(config, precision)
     weights = specs(layer, 1, rules, mesh)
@@ -117,7 +119,6 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str, kind: s
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(in_specs, spread, spread, spread), out_specs=spread, check_vma=False
     )
-    ranks = rules.mesh.cp * rules.mesh.ep
 
     def placed(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spread))
