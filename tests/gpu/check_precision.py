@@ -26,7 +26,7 @@ from jaxinfer.configs.presets import preset
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.quantize import dequantize, dequantize_weight, quantize
 from jaxinfer.kernels.quantized import Quantized, quantize_for, quantize_weight_like
-from jaxinfer.model.moe import MoE
+from jaxinfer.model import moe
 from jaxinfer.model.params import shapes_of, use
 from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.mesh import MeshShape
@@ -64,7 +64,7 @@ def routing(tokens: int, skewed: bool) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def random_layer(layer: MoE) -> dict:
+def random_layer(layer: moe.MoE) -> dict:
     """Weights of one layer, those of the experts stacked on a leading axis of one and made expert by expert."""
     key = iter(jax.random.split(jax.random.key(0), 64))
 
@@ -91,7 +91,9 @@ def check_layer(name: str, kind: str, skewed: bool) -> dict:
     config = preset("deepseek-v3", {} if "block" in kind else {"weight_block_size": None})
     precision = Precision.named(kind.split()[0], config, jnp.dtype(jnp.bfloat16))
     here = preset("deepseek-v3", {"num_experts": held, "weight_block_size": config.weight_block_size})
-    layer = MoE(here, precision)
+    layer = moe.MoE(here, precision)
+    # All tokens in one tile, as many as there are: what larger tiles would bring.
+    moe.EXCHANGE_TOKENS = tokens
     weights = random_layer(layer)
     plan = Plan.prefill(Rules(MeshShape()))
     x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size))
