@@ -1,6 +1,7 @@
 """Attention policies: which cached positions a query reads.  Values without JAX, hashable, static in a traced step."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,8 +129,18 @@ class Hybrid:
                 return policy
         return replace(self, layers=())
 
+    def for_heads(self, heads: int) -> "Hybrid":
+        """The policy for a model of so many heads: with as many groups of them as divide both."""
+        entries = tuple(
+            (first, end, policy.for_heads(heads) if isinstance(policy, Hybrid) else policy)
+            for first, end, policy in self.layers
+        )
+        return replace(self, head_groups=math.gcd(self.head_groups, heads), layers=entries)
+
 
 type Policy = Dense | Hybrid
+
+DENSE = Dense()
 
 PRESETS: dict[str, Hybrid] = {
     "fast": Hybrid(

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.configs.attention import Dense, Hybrid, parse_policy
 from jaxinfer.configs.kv_format import FORMATS
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
 KV_FORMATS = ("auto", *FORMATS)
-ATTENTION_POLICIES = ("auto", "dense")
 WEIGHTS = ("auto", "random")
 DEFAULT_MODEL = "jaxinfer-12m"
 
@@ -38,8 +38,8 @@ class EngineOptions:
     int8 holds a latent in 8 bits with one scale, fp8_e4m3 and fp8_e5m2 with a scale for 128 numbers; the rotated key
     stays bfloat16.  Decode with int8 rounds its queries to 8 bits as well.
     """
-    attention: str = "auto"
-    """Which positions a query reads: dense (auto is dense)."""
+    attention: str | Dense | Hybrid = "auto"
+    """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto, which is dense."""
     max_context: int | None = None
     """Most tokens of a request, prompt and answer together; default: what the model has positions for."""
     chunk_size: int | None = None
@@ -63,14 +63,21 @@ class EngineOptions:
         for name, choices in (
             ("precision", PRECISIONS),
             ("kv", KV_FORMATS),
-            ("attention", ATTENTION_POLICIES),
             ("weights", WEIGHTS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        _ = self.policy  # raises if there is no such policy
         for name in ("max_context", "chunk_size", "page_size", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"expected {name} to be positive, got {value}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
+
+    @property
+    def policy(self) -> Dense | Hybrid:
+        """What `attention` says.  Raises ValueError for what is no policy."""
+        if not isinstance(self.attention, str):
+            return self.attention
+        return parse_policy("dense" if self.attention == "auto" else self.attention)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import cache_spec
+from jaxinfer.configs.attention import Dense, Hybrid
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.kv_format import FLOAT_FORMATS, FORMATS, KVFormat
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.engine.anchors import Anchors, boundary_codes
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
@@ -25,7 +27,7 @@ from jaxinfer.model.rope import rope_table
 from jaxinfer.model.transformer import parameter_specs
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding.layout import Layout
-from jaxinfer.sharding.rules import Rules
+from jaxinfer.sharding.rules import Plan, Rules
 from jaxinfer.source import ModelSource
 
 log = logging.getLogger(__name__)
@@ -59,16 +61,20 @@ def build_engine(
 
     precision = _precision(options, source, on_gpu)
     kv = FORMATS[options.kv] if options.kv != "auto" else FLOAT_FORMATS[precision.dtype.name]
+    policy = options.policy.for_heads(config.num_heads) if isinstance(options.policy, Hybrid) else options.policy
     phase("loading")
     params = source.load(parameter_specs(config, rules, mesh, precision), progress)
-    capacity = _capacity(options, config, precision, params, rules, mesh, kv, on_gpu)
+    capacity = _capacity(options, policy, config, precision, params, rules, mesh, kv, on_gpu)
+    _check_policy(policy, config, rules, capacity.layout)
 
     runner = Runner(
         config,
         precision,
         params,
         _rope(config, capacity.max_context, mesh),
-        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv),
+        policy,
+        _anchors(policy, source),
+        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv, policy),
         capacity,
         rules,
         mesh,
@@ -92,8 +98,35 @@ def _precision(options: EngineOptions, source: ModelSource, on_gpu: bool) -> Pre
     return Precision.named(name, source.config, jnp.dtype(_TYPES[plain]), first_ffn=not options.unquantized_first_ffn)
 
 
+def _anchors(policy: Dense | Hybrid, source: ModelSource) -> Anchors | None:
+    if isinstance(policy, Dense):
+        return None
+    codes = boundary_codes(source.tokenizer, source.config.vocab_size)
+    return Anchors(codes, policy.anchor_gap, policy.anchor_boundaries)
+
+
+def _check_policy(policy: Dense | Hybrid, config: ModelConfig, rules: Rules, layout: Layout) -> None:
+    """Raises ValueError for a hybrid policy whose grid the pages or the mesh would cut."""
+    if isinstance(policy, Dense):
+        return
+    for name in ("group", "query_block"):
+        if layout.stripe % getattr(policy, name):
+            raise ValueError(
+                f"expected {name} of the attention policy to divide {layout.stripe}, the tokens that chunk_size and "
+                f"page_size keep together, got {getattr(policy, name)}"
+            )
+    ranks = rules.size(Plan.prefill(rules).axes("heads", config.num_heads))
+    for of in (policy, *(entry[2] for entry in policy.layers)):
+        if isinstance(of, Hybrid) and of.head_groups % ranks:
+            raise ValueError(
+                f"expected head_groups of the attention policy to be a multiple of the {ranks} ranks that divide the "
+                f"heads, got {of.head_groups}"
+            )
+
+
 def _capacity(
     options: EngineOptions,
+    policy: Dense | Hybrid,
     config: ModelConfig,
     precision: Precision,
     params: Tree,
@@ -120,9 +153,19 @@ def _capacity(
         max_context=wanted,
         vocab_size=config.vocab_size,
     )
-    page_bytes = config.num_layers * page_size * kv.token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
+    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, kv, policy))
+    page_bytes = sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in page)
     fit = pages_that_fit(
-        config, precision, capacity, rules, mesh, params, page_bytes, options.memory_fraction, _tile_tokens(on_gpu)
+        config,
+        precision,
+        policy,
+        capacity,
+        rules,
+        mesh,
+        params,
+        page_bytes,
+        options.memory_fraction,
+        _tile_tokens(on_gpu),
     )
     # Pages for one request of the full context, and beyond that what the memory of a GPU holds; on CPU, a few more.
     one = layout.pages_needed(wanted, 0, 0)

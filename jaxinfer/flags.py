@@ -8,7 +8,8 @@ from typing import Any
 from absl import app, flags
 
 from jaxinfer.bundled import BUNDLED_NAMES
-from jaxinfer.configs.engine import ATTENTION_POLICIES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
+from jaxinfer.configs.attention import POLICY_FORMS
+from jaxinfer.configs.engine import DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES
 
 
@@ -74,7 +75,13 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "format of the latent cache: auto is fp32 where --precision is, else bf16; int8 has a scale for each token and "
         "layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16",
     )
-    define_choice("attention", ATTENTION_POLICIES, "which positions a query reads: auto is dense")
+    attention = f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}"
+    if "attention" in lists:
+        flags.DEFINE_list(
+            "attention", "auto", f'{attention}. Several are separated by commas; quote one with commas (")'
+        )
+    else:
+        flags.DEFINE_string("attention", "auto", attention)
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxinfer.configs.attention import Dense, Hybrid
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.engine import Engine
@@ -29,7 +30,7 @@ class LLM:
         mesh: str = "",
         precision: str = "auto",
         kv: str = "auto",
-        attention: str = "auto",
+        attention: str | Dense | Hybrid = "auto",
         max_context: int | None = None,
         chunk_size: int | None = None,
         page_size: int | None = None,

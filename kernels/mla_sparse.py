@@ -7,6 +7,7 @@ and head.  What few share (retrieved blocks) is cheaper absorbed, `2 (2 kv_rank 
 
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.reference import mla_sparse as reference
 
 
@@ -44,8 +45,9 @@ def mla_blocks(
     free: Bool[Array, " S"],
     *,
     block: int,
+    kv_rank: int,
     scale: float,
-) -> tuple[Float[Array, "n Q H latent"], Float[Array, "n Q H"]]:
+) -> tuple[Float[Array, "n Q H kv_rank"], Float[Array, "n Q H"]]:
     """Attention of each block of `Q` queries to key blocks of its own, absorbed.
 
     Args:
@@ -55,34 +57,37 @@ def mla_blocks(
             -1: none.
         free: `[S]`, whether a key counts: those that the query reads elsewhere do not.
         block: tokens of a key block.
+        kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
 
-    Returns: output `[n, Q, H, kv_rank + rope]`, of which the first `kv_rank` numbers are the attended latent, and
-    log-sum-exp `[n, Q, H]`, both float32; a query without keys has 0 and -inf.
+    Returns: output `[n, Q, H, kv_rank]`, the attended latent, and log-sum-exp `[n, Q, H]`, both float32; a query
+    without keys has 0 and -inf.
     """
-    return reference.mla_blocks(q, context, blocks, free, block=block, scale=scale)
+    return reference.mla_blocks(q, context, blocks, free, block=block, kv_rank=kv_rank, scale=scale)
 
 
 def mla_sparse_decode(
     q: Float[Array, "B H latent"],
-    cache: Float[Array, "layers pages page_size latent"],
+    cache: Latents,
     layer: Int[Array, ""],
     page_table: Int[Array, "B N"],
     tokens: Int[Array, "B K"],
     *,
+    kv_rank: int,
     scale: float,
-) -> tuple[Float[Array, "B H latent"], Float[Array, "B H"]]:
+) -> tuple[Float[Array, "B H kv_rank"], Float[Array, "B H"]]:
     """Absorbed attention of one query per sequence to listed tokens of its pages.
 
     Args:
         q: `[B, H, kv_rank + rope]` queries in the space of the latents.
-        cache: `[layers, pages, page_size, kv_rank + rope]`.
+        cache: `[layers, pages, page_size, kv_rank + rope]` or the arrays of `QuantizedLatents`.
         layer: int32, the layer read.
         page_table: `[B, N]` int32, the pages of each sequence in order.
         tokens: `[B, K]` int32, the tokens that each sequence reads, counted through its pages, none twice; -1: none.
+        kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
 
-    Returns: output `[B, H, kv_rank + rope]`, of which the first `kv_rank` numbers are the attended latent, and
-    log-sum-exp `[B, H]`, both float32; a sequence without keys has 0 and -inf.
+    Returns: output `[B, H, kv_rank]`, the attended latent, and log-sum-exp `[B, H]`, both float32; a sequence
+    without keys has 0 and -inf.
     """
-    return reference.mla_sparse_decode(q, cache, layer, page_table, tokens, scale=scale)
+    return reference.mla_sparse_decode(q, cache, layer, page_table, tokens, kv_rank=kv_rank, scale=scale)

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
+from jaxinfer.configs.attention import DENSE, Dense, Hybrid
+from jaxinfer.engine.anchors import Anchors
 from jaxinfer.engine.request import Sequence
 from jaxinfer.engine.sampling import LogitRules, SamplingRows
+from jaxinfer.engine.sparse_batching import SparseBatcher
 from jaxinfer.engine.step import Capacity, PrefillSegment
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 
@@ -47,7 +51,10 @@ def geometric(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
 class Batcher:
     """Builds batches for one engine: its capacity, its buckets and the tiles its attention reads context in."""
 
-    def __init__(self, capacity: Capacity, tile_tokens: int):
+    def __init__(
+        self, capacity: Capacity, tile_tokens: int, policy: Dense | Hybrid = DENSE, anchors: Anchors | None = None
+    ):
+        """`anchors` finds those of a hybrid policy."""
         layout = capacity.layout
         self.capacity = capacity
         self.prefill_buckets = geometric(capacity.chunk_size, min(32, capacity.chunk_size), 8)
@@ -55,6 +62,11 @@ class Batcher:
         self.tile_pages = max(1, min(tile_tokens // layout.page_size, capacity.pages_per_rank))
         self.max_tiles = (capacity.pages_per_rank + capacity.max_segments) // self.tile_pages + capacity.max_segments
         self.table_pages = layout.pages_needed(capacity.max_context, 0, 0)
+        self._sparse = None
+        if isinstance(policy, Hybrid):
+            assert anchors is not None
+            self._sparse = SparseBatcher(capacity, policy, anchors, self.tile_pages)
+            self.table_pages = self._sparse.table_pages
 
     def prefill(self, segments: list[list[PrefillSegment]], tokens: int | None = None) -> Packed:
         """The batch of a prefill step; `tokens` per rank name its bucket, else the smallest that fits."""
@@ -65,14 +77,8 @@ class Batcher:
         ids, offset = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         position, segment = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
         page = np.full(shape, self.capacity.pages_per_rank, np.int32)
-        tile_pages = np.zeros((replicas, cp, self.max_tiles, self.tile_pages), np.int32)
-        # A replica whose tiles are used up takes part in the others': nobody's tiles, which no token reads.
-        tile_segment = np.full((replicas, self.max_tiles), -1, np.int32)
-        tile_start = np.zeros((replicas, self.max_tiles), np.int32)
         homes = np.zeros((replicas, self.capacity.max_segments), np.int32)
-        num_tiles = 0
         for r, group in enumerate(segments):
-            used = 0
             for s, item in enumerate(group):
                 rank, index = places[r][s]
                 where = r, rank, index
@@ -83,26 +89,49 @@ class Batcher:
                 position[where], segment[where] = positions, s
                 page[where], offset[where] = table[rank, local // layout.page_size], local % layout.page_size
                 homes[r, s] = item.sequence.home
-                tiles = table.reshape(cp, -1, self.tile_pages)
-                count = tiles.shape[1]
-                tile_pages[r, :, used : used + count] = tiles
-                tile_segment[r, used : used + count] = s
-                tile_start[r, used : used + count] = np.arange(count) * self.tile_pages * layout.page_size
-                used += count
-            num_tiles = max(num_tiles, used)
         batch = PrefillBatch(
             tokens=ids,
             positions=position,
             segments=segment,
             write_page=page,
             write_offset=offset,
-            tile_pages=tile_pages,
-            tile_segment=tile_segment,
-            tile_start=tile_start,
             homes=homes,
-            num_tiles=np.int32(num_tiles),
+            sparse=None if self._sparse is None else self._sparse.prefill(segments, position, segment),
+            **self._tiles(segments),
         )
         return Packed(batch, places)
+
+    def _tiles(self, segments: list[list[PrefillSegment]]) -> dict[str, Any]:
+        """The fields of a prefill batch that name the context that is read whole.
+
+        First of what is read whole in every layer; then, if some layers are dense among sparse ones, of the rest.
+        """
+        capacity, sparse = self.capacity, self._sparse
+        pages = np.zeros((capacity.replicas, capacity.layout.cp, self.max_tiles, self.tile_pages), np.int32)
+        # A replica whose tiles are used up takes part in the others': nobody's tiles, which no token reads.
+        segment = np.full((capacity.replicas, self.max_tiles), -1, np.int32)
+        start = np.zeros((capacity.replicas, self.max_tiles), np.int32)
+        dense, every = 0, 0
+        for r, group in enumerate(segments):
+            first, rest = [], []
+            for s, item in enumerate(group):
+                tiles = self._table(item.sequence, item.end).reshape(capacity.layout.cp, -1, self.tile_pages)
+                read = item.end if sparse is None else sparse.dense_tokens(item)
+                count = self._table(item.sequence, read).shape[1] // self.tile_pages
+                places = [(s, number, tiles[:, number]) for number in range(tiles.shape[1])]
+                first += places[:count]
+                rest += places[count:] if sparse is not None and sparse.has_dense_layers else []
+            for n, (s, number, own) in enumerate(first + rest):
+                pages[r, :, n], segment[r, n] = own, s
+                start[r, n] = number * self.tile_pages * capacity.layout.page_size
+            dense, every = max(dense, len(first)), max(every, len(first) + len(rest))
+        return {
+            "tile_pages": pages,
+            "tile_segment": segment,
+            "tile_start": start,
+            "num_tiles": np.int32(every),
+            "num_dense_tiles": np.int32(dense),
+        }
 
     def decode(self, sequences: list[list[Sequence]], rows: int | None = None) -> DecodeBatch:
         """The batch of a decode step: the last token of each sequence; `rows` names its bucket."""
@@ -123,7 +152,13 @@ class Batcher:
                 page[r, rank, b] = sequence.pages[rank][local // layout.page_size]
                 offset[r, rank, b] = local % layout.page_size
         return DecodeBatch(
-            tokens=ids, positions=position, homes=home, page_table=table, write_page=page, write_offset=offset
+            tokens=ids,
+            positions=position,
+            homes=home,
+            page_table=table,
+            write_page=page,
+            write_offset=offset,
+            sparse=None if self._sparse is None else self._sparse.decode(sequences, size),
         )
 
     def rows(self, places: list[list[tuple[int, int]]]) -> Rows:

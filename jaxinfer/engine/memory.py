@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxinfer.cache import RECORDED
+from jaxinfer.configs.attention import Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.step import Capacity
 from jaxinfer.kernels.grouped_moe import ROWS
@@ -42,8 +44,28 @@ def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules:
     return tile * d * (itemsize + 3 * 4) + pairs * 4 * 8 + rows + weights + tokens * d * 4
 
 
+def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, heads: int, itemsize: int) -> int:
+    """Bytes that one layer of hybrid attention needs on a device beside what dense attention does.
+
+    What grows with the context: one sequence whole, its means and records, and the masses of its blocks for each query
+    block of a chunk.
+    """
+    tokens, context, latent = capacity.chunk_size, capacity.max_context + policy.hot_epoch, config.latent_dim
+    query_blocks, blocks = tokens // policy.query_block + capacity.max_segments, context // policy.block
+    gathered = 2 * context * latent * itemsize + context // policy.query_block * RECORDED * 2 * 4 * 2
+    masses = 3 * query_blocks * blocks * 4 + context // policy.hot_epoch * blocks * 4 * 2
+    absorbed = query_blocks * policy.query_block * heads * latent * (2 * itemsize + 2 * 4)
+    lists = query_blocks * policy.candidates * policy.head_groups * 4 * 4
+    return gathered + masses + absorbed + lists + 2 * _SCORE_BYTES
+
+
 def step_workspace(
-    config: ModelConfig, precision: Precision, capacity: Capacity, rules: Rules, tile_tokens: int
+    config: ModelConfig,
+    precision: Precision,
+    policy: Dense | Hybrid,
+    capacity: Capacity,
+    rules: Rules,
+    tile_tokens: int,
 ) -> int:
     """Bytes of the largest step's activations on a device: attention of a chunk, or the experts, and the logits."""
     plan, itemsize = Plan.prefill(rules), precision.dtype.itemsize
@@ -56,6 +78,8 @@ def step_workspace(
     latents = 4 * tile_tokens * config.latent_dim * (itemsize + 4)
     scores = 3 * min(_SCORE_BYTES, tokens * heads * tile_tokens * 4)
     attention = queries + outputs + expanded + latents + scores
+    if isinstance(policy, Hybrid):
+        attention += sparse_workspace(config, policy, capacity, heads, itemsize)
     experts = moe_workspace(config, precision, tokens, rules) if config.num_moe_layers else 0
     width = config.intermediate_size // rules.size(plan.axes("mlp", config.intermediate_size))
     dense = tokens * width * 3 * (itemsize + 4) if config.num_dense_layers else 0
@@ -76,6 +100,7 @@ def device_bytes(tree: Any) -> int:
 def pages_that_fit(
     config: ModelConfig,
     precision: Precision,
+    policy: Dense | Hybrid,
     capacity: Capacity,
     rules: Rules,
     mesh: Mesh,
@@ -92,5 +117,5 @@ def pages_that_fit(
     else:
         total = stats["bytes_limit"]
     tables = 2 * capacity.max_context * config.qk_rope_head_dim // 2 * 4
-    used = device_bytes(params) + tables + step_workspace(config, precision, capacity, rules, tile_tokens)
+    used = device_bytes(params) + tables + step_workspace(config, precision, policy, capacity, rules, tile_tokens)
     return int(total * memory_fraction - used) // page_bytes

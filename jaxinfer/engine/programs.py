@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxinfer.cache import Cache
 from jaxinfer.engine.sampling import sample, score
-from jaxinfer.kernels.latents import Latents
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch, batch_specs, local
 from jaxinfer.model.params import Tree
 from jaxinfer.model.transformer import Transformer
@@ -32,7 +32,7 @@ class Programs:
         score: `jaxinfer.engine.sampling.score`.
     """
 
-    def __init__(self, model: Transformer, params: Tree, rules: Rules, mesh: Mesh, layout: Layout, cache: Latents):
+    def __init__(self, model: Transformer, params: Tree, rules: Rules, mesh: Mesh, layout: Layout, cache: Cache):
         specs = partial(jax.tree.map, _spec)
         self._model, self._rules, self._mesh, self._layout = model, rules, mesh, layout
         self._params, self._cache = specs(params), specs(cache)

@@ -160,6 +160,7 @@ class Sequence:
     `token_ids` is the prompt and the output so far; `num_computed` of them have their KV in the cache.  `pages[rank]`
     lists the pages on each cp rank of the `replica`, in the order of `Layout`.  `order` ranks sequences by age (smaller
     is older).  `seed` is in [0, 2**31).  `suspect` marks a sequence whose last step raised: it is retried alone.
+    `anchors` are those known so far (see `engine.anchors`).
     """
 
     request: Request
@@ -177,6 +178,7 @@ class Sequence:
     suspect: bool = False
     faults: int = 0
     preemptions: int = 0
+    anchors: list[int] = field(default_factory=list)
 
     @property
     def num_output(self) -> int:
@@ -231,6 +233,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    anchors: list[int] = field(default_factory=list)
 
     @property
     def queue_time(self) -> float | None:

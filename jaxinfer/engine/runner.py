@@ -8,15 +8,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinfer.cache import allocate
+from jaxinfer.cache import Cache, allocate
+from jaxinfer.configs.attention import Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.engine.anchors import Anchors
 from jaxinfer.engine.batching import Batcher, Packed, logit_rules, needs_rules, sampling_rows
 from jaxinfer.engine.compilations import CompilationCounter
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.request import Sequence
 from jaxinfer.engine.sampling import Choice
 from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
-from jaxinfer.kernels.latents import QuantizedLatents
 from jaxinfer.model.batch import batch_specs
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
@@ -34,7 +35,9 @@ class Runner:
         precision: in which it is held and computed.
         params: its weights, laid out as `parameter_specs` says.
         rope: `{"cos", "sin"}` tables, float32 `[max_context, rope / 2]`, replicated.
-        cache: shapes, types and sharding of the cache, as `cache_spec` makes it.
+        policy: which positions its queries read.
+        anchors: finds the anchors of a hybrid policy.
+        cache: shape, type and sharding of the cache's arrays, as `cache_spec` makes them for `policy`.
         capacity: what the scheduler may ask for.
         tile_tokens: tokens of context on each rank that prefill attention reads at a time.
     """
@@ -45,7 +48,9 @@ class Runner:
         precision: Precision,
         params: Tree,
         rope: Tree,
-        cache: jax.ShapeDtypeStruct | QuantizedLatents,
+        policy: Dense | Hybrid,
+        anchors: Anchors | None,
+        cache: Cache,
         capacity: Capacity,
         rules: Rules,
         mesh: Mesh,
@@ -56,8 +61,8 @@ class Runner:
         self._cache_spec, self.cache = cache, allocate(cache)
         self._eos_ids = config.eos_token_ids
         self._rules, self._mesh = rules, mesh
-        self._batcher = Batcher(capacity, tile_tokens)
-        model = Transformer(config, precision)
+        self._batcher = Batcher(capacity, tile_tokens, policy, anchors)
+        model = Transformer(config, precision, policy)
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
         self.compilations = CompilationCounter()
         """Counts from the end of `compile` on: stays at 0."""

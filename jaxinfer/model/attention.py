@@ -5,16 +5,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxinfer.cache import Cache
+from jaxinfer.configs.attention import Dense
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.cache_write import cache_write
-from jaxinfer.kernels.latents import Latents, expand, take_pages
+from jaxinfer.kernels.latents import expand, take_pages
 from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.quantized import Activation, Weight
 from jaxinfer.kernels.rope import apply_rope
+from jaxinfer.model import sparse, sparse_decode
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.linear import einsum, linear, normalised, read_by
 from jaxinfer.model.params import weight
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import softmax_scale
 from jaxinfer.sharding.collectives import all_gather, all_reduce, merge, merge_over, ring
@@ -54,31 +58,53 @@ class Attention(nnx.Module):
     def prefill(
         self,
         x: Activation,
-        cache: Latents,
+        cache: Cache,
         layer: jax.Array,
         batch: PrefillBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, Latents]:
-        """Attends this rank's tokens `x [T, d]` to every earlier token of their sequences, on all cp ranks.
+        policies: Policies,
+    ) -> tuple[jax.Array, Cache]:
+        """Attends this rank's tokens `x [T, d]` to the earlier tokens that the policy chooses, on all cp ranks.
 
-        Writes the tokens' latents to the cache first: they lie on this rank.  Then every tile of cached latents goes
-        once around the cp ring, and the partial results merge by log-sum-exp.  Returns float32 `[T, d]`
-        and the cache.
+        Writes the tokens' latents to the cache first: they lie on this rank.  Returns float32 `[T, d]` and the cache.
         """
         q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
         q = jnp.concatenate((q_nope, q_rope), axis=-1)
+        heads = plan.axes("heads", self.config.num_heads)
+
+        def attend(policy):
+            """The output, and what is kept beside the latents: these need not pass through a switch."""
+            if isinstance(policy, Dense):
+                return self._read_all(q, cache, layer, batch, layout, batch.positions, batch.num_tiles)[0], cache[1:]
+            positions = jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1)
+            dense = self._read_all(q, cache, layer, batch, layout, positions, batch.num_dense_tiles)
+            kept = sparse.write_means(cache, layer, batch, policy)
+            *chosen, kept = sparse.attend(
+                q, self.k_b, self.v_b, kept, layer, batch, layout, policy, heads, softmax_scale(self.config)
+            )
+            return merge(*dense, *chosen)[0], kept[1:]
+
+        out, beside = policies.call(layer, attend)
+        cache = Cache(cache.latents, *beside)
+        return self._output(out, plan), cache
+
+    def _read_all(self, q, cache, layer, batch, layout, positions, num_tiles):
+        """Attention of the queries at `positions` (-1: none) to every earlier position.
+
+        Every tile of cached latents goes once around the cp ring, and the partial results merge by log-sum-exp.
+        """
         scale = softmax_scale(self.config)
         tile_tokens = batch.tile_pages.shape[1] * layout.page_size
 
         def tile(index, partial):
             segment, start = batch.tile_segment[index], batch.tile_start[index]
-            pages = take_pages(cache, layer, batch.tile_pages[index])
+            pages = take_pages(cache.latents, layer, batch.tile_pages[index])
             block = jax.tree.map(lambda array: array.reshape(tile_tokens, -1), pages)
 
             def visit(partial, block, source):
-                seen = layout.local_length(batch.positions + 1, source, batch.homes[segment])
+                seen = layout.local_length(positions + 1, source, batch.homes[segment])
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
                 latents = expand(block, self.dtype)
                 out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale)
@@ -86,21 +112,21 @@ class Attention(nnx.Module):
 
             return ring(visit, partial, block, "cp")
 
-        tokens, heads, v = x.shape[0], self.v_b.shape[0], self.config.v_head_dim
+        tokens, heads, v = q.shape[0], self.v_b.shape[0], self.config.v_head_dim
         nothing = jnp.zeros((tokens, heads, v), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
-        out, _ = lax.fori_loop(0, batch.num_tiles, tile, nothing)
-        return self._output(out, plan), cache
+        return lax.fori_loop(0, num_tiles, tile, nothing)
 
     def decode(
         self,
         x: Activation,
-        cache: Latents,
+        cache: Cache,
         layer: jax.Array,
         batch: DecodeBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, Latents]:
+        policies: Policies,
+    ) -> tuple[jax.Array, Cache]:
         """Attends one token per sequence, `x [B, d]`, the same on all cp ranks, to the keys that each rank holds.
 
         Returns float32 `[B, d]` and the cache.
@@ -108,12 +134,28 @@ class Attention(nnx.Module):
         q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
         absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
-        heads_over_cp = "cp" in plan.axes("heads", self.config.num_heads)
+        head_axes = plan.axes("heads", self.config.num_heads)
+        heads_over_cp = "cp" in head_axes
         q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
-        lengths = layout.local_length(batch.positions + 1, lax.axis_index("cp"), batch.homes)
+        others = tuple(axis for axis in head_axes if axis != "cp")
         kinds = {"kv_rank": self.config.kv_lora_rank, "scale": softmax_scale(self.config)}
-        out, lse = mla_decode(q[:, None], cache, layer, batch.page_table, lengths, **kinds)
-        attended = merge_over(out[:, 0], lse[:, 0], "cp", scatter_heads=heads_over_cp)
+
+        def read_all(positions):
+            lengths = layout.local_length(positions + 1, lax.axis_index("cp"), batch.homes)
+            out, lse = mla_decode(q[:, None], cache.latents, layer, batch.page_table, lengths, **kinds)
+            return out[:, 0], lse[:, 0]
+
+        def attend(policy):
+            if isinstance(policy, Dense):
+                return *read_all(batch.positions), cache[1:]
+            dense = read_all(jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1))
+            kept = sparse_decode.write_means(cache, layer, batch, policy)
+            *chosen, kept = sparse_decode.attend(q, kept, layer, batch, layout, policy, others, **kinds)
+            return *merge(*dense, *chosen), kept[1:]
+
+        out, lse, beside = policies.call(layer, attend)
+        cache = Cache(cache.latents, *beside)
+        attended = merge_over(out, lse, "cp", scatter_heads=heads_over_cp)
         return self._output(einsum("bhc,hvc->bhv", attended.astype(self.dtype), self.v_b), plan), cache
 
     def _project(self, x, cache, layer, batch, rope, plan):
@@ -131,8 +173,9 @@ class Attention(nnx.Module):
         q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
         latents = self._latent(x, self.kv_a, config.latent_dim, plan)
         norm = self.kv_a_norm, config.latent_norm_eps
-        cache = cache_write(cache, layer, batch.write_page, batch.write_offset, latents, *norm, cos, sin)
-        return q_nope, q_rope, cache
+        place = layer, batch.write_page, batch.write_offset
+        written = cache_write(cache.latents, *place, latents, *norm, cos, sin)
+        return q_nope, q_rope, cache._replace(latents=written)
 
     def _latent(self, x, projection, size, plan):
         return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)

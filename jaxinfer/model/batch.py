@@ -4,6 +4,7 @@
 leading axes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,6 +19,34 @@ Array = Any
 
 def _array(*axes: str | None) -> Any:
     return field(metadata={"axes": axes})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparsePrefill:
+    """What hybrid attention needs to know of a chunk: the `C` segments with queries that select what they read."""
+
+    query_blocks: Array = _array("replica", "context", None)
+    """int32 `[R, cp, n]`, the first token of each query block on the rank, of all segments; -1: none."""
+    segments: Array = _array("replica", None)
+    """int32 `[R, C]`, which of the S sequences each is; -1: none."""
+    pages: Array = _array("replica", "context", None, None)
+    """int32 `[R, cp, C, N]`, the pages of each; entries past its context may hold anything."""
+    shared: Array = _array("replica", None, None)
+    """int32 `[R, C, A]`, the positions of sinks and anchors, ascending; then the largest int32."""
+    tiles: Array = _array(None)
+    """int32 `[C]`, tiles of pages in use, the same on all ranks, because each is gathered over cp."""
+    count: Array = _array()
+    """int32, the segments in use; the same on all ranks."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparseDecode:
+    """What hybrid attention needs to know of the sequences that decode."""
+
+    shared: Array = _array("replica", None, None)
+    """int32 `[R, B, A]`, the positions of sinks and anchors, ascending; then the largest int32."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +74,10 @@ class PrefillBatch:
     """int32 `[R, S]`, the rank of each segment's first stripe."""
     num_tiles: Array = _array()
     """int32, tiles in use; the same on all ranks, because each tile travels around the ring."""
+    num_dense_tiles: Array = _array()
+    """int32, how many of them, the first ones, hold context of queries that read all of it whatever the policy."""
+    sparse: Any = None
+    """`SparsePrefill`; None where every query reads all of its context."""
 
 
 @jax.tree_util.register_dataclass
@@ -64,22 +97,39 @@ class DecodeBatch:
     """int32 `[R, cp, B]`, the page that takes the token's latent; out of range on the ranks that do not keep it."""
     write_offset: Array = _array("replica", "context", None)
     """int32 `[R, cp, B]`."""
+    sparse: Any = None
+    """`SparseDecode`; None where every query reads all of its context."""
 
 
-def batch_specs[Batch: (PrefillBatch, DecodeBatch)](batch: Batch, rules: Rules) -> Batch:
+type Batch = PrefillBatch | DecodeBatch | SparsePrefill | SparseDecode
+
+
+def batch_specs[B: Batch](batch: B, rules: Rules) -> B:
     """The partition of each array of a batch."""
-    specs: dict[str, PartitionSpec] = {
-        item.name: rules.spec(item.metadata["axes"], getattr(batch, item.name).shape) for item in fields(batch)
-    }
-    return type(batch)(**specs)
+
+    def spec(axes: tuple[str | None, ...], array: Array) -> PartitionSpec:
+        return rules.spec(axes, array.shape)
+
+    return _map(spec, batch)
 
 
-def local[Batch: (PrefillBatch, DecodeBatch)](batch: Batch) -> Batch:
+def local[B: Batch](batch: B) -> B:
     """The part that one rank sees inside a sharded step, without the leading axes of replica and rank."""
 
-    def squeeze(item) -> Array:
-        lead = sum(axis in ("replica", "context") for axis in item.metadata["axes"])
-        array = getattr(batch, item.name)
+    def squeeze(axes: tuple[str | None, ...], array: Array) -> Array:
+        lead = sum(axis in ("replica", "context") for axis in axes)
         return array.reshape(array.shape[lead:])
 
-    return type(batch)(**{item.name: squeeze(item) for item in fields(batch)})
+    return _map(squeeze, batch)
+
+
+def _map[B: Batch](function: Callable, batch: B) -> B:
+    """`function(axes, array)` of every array, also of the batch inside."""
+    new: dict[str, Any] = {}
+    for item in fields(batch):
+        value = getattr(batch, item.name)
+        if "axes" in item.metadata:
+            new[item.name] = function(item.metadata["axes"], value)
+        else:
+            new[item.name] = None if value is None else _map(function, value)
+    return type(batch)(**new)

@@ -3,14 +3,15 @@
 import jax
 from flax import nnx
 
+from jaxinfer.cache import Cache
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.attention import Attention, RopeTable
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.linear import normalised
 from jaxinfer.model.moe import MLP, MoE
 from jaxinfer.model.params import weight
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan
@@ -35,13 +36,14 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        cache: Latents,
+        cache: Cache,
         layer: jax.Array,
         batch: PrefillBatch | DecodeBatch,
         rope: RopeTable,
         layout: Layout,
         plan: Plan,
-    ) -> tuple[jax.Array, Latents]:
+        policies: Policies,
+    ) -> tuple[jax.Array, Cache]:
         """The residual stream, float32 `x [T, d]`, after this layer, and the cache with its latents of the batch.
 
         The stream stays float32 in every precision: what is rounded is the input of each product, so that the same
@@ -50,9 +52,9 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h = normalised(self.attention.reader, x, self.attn_norm, self.eps, self.dtype)
             if isinstance(batch, PrefillBatch):
-                out, cache = self.attention.prefill(h, cache, layer, batch, rope, layout, plan)
+                out, cache = self.attention.prefill(h, cache, layer, batch, rope, layout, plan, policies)
             else:
-                out, cache = self.attention.decode(h, cache, layer, batch, rope, layout, plan)
+                out, cache = self.attention.decode(h, cache, layer, batch, rope, layout, plan, policies)
             x = x + out
         with jax.named_scope(self.kind):
             feed_forward = self.mlp if self.kind == "dense" else self.moe

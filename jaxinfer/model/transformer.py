@@ -11,12 +11,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxinfer.cache import Cache
+from jaxinfer.configs.attention import DENSE, Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
 from jaxinfer.model.params import Tree, apart, specs, together, use, weight
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.collectives import all_gather, own_piece
 from jaxinfer.sharding.layout import Layout
@@ -42,15 +44,16 @@ class Group(NamedTuple):
 class Transformer:
     """The description of a model: modules that declare the weights; the arrays themselves live in a nested dict."""
 
-    def __init__(self, config: ModelConfig, precision: Precision):
+    def __init__(self, config: ModelConfig, precision: Precision, policy: Dense | Hybrid = DENSE):
         self.config = config
+        self.policies = Policies.of(policy, config.num_layers)
         self.ends = Ends(config, precision.dtype)
         counts = {"dense": config.num_dense_layers, "moe": config.num_moe_layers}
         self.groups = {kind: Group(Block(config, kind, precision), n) for kind, n in counts.items() if n}
 
     def hidden(
-        self, params: Tree, cache: Latents, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
-    ) -> tuple[jax.Array, Latents]:
+        self, params: Tree, cache: Cache, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
+    ) -> tuple[jax.Array, Cache]:
         """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents."""
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
@@ -60,8 +63,8 @@ class Transformer:
 
             def step(carry, layer, block=group.block, whole=whole):
                 sliced, index = layer
-                weights = together(sliced, whole)
-                return use(block, weights, plan)(*carry, index, batch, (rope["cos"], rope["sin"]), layout, plan), None
+                weights, tables = together(sliced, whole), (rope["cos"], rope["sin"])
+                return use(block, weights, plan)(*carry, index, batch, tables, layout, plan, self.policies), None
 
             layers = jnp.arange(first, first + group.layers)
             (x, cache), _ = lax.scan(step, (x, cache), (sliced, layers))

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.latents import expand, page_size
+
 _TILE = 512
 """Keys that the window expands at a time."""
 
@@ -51,7 +53,7 @@ def mla_window(q, context, k_b, v_b, first, limit, *, scale):
             return lax.cond(jnp.any((first < start + tile) & (limit > start) & (limit > first)), attend, nothing, item)
 
         out, lse = _by_queries(some, (q, first, limit), heads * tile * 4)
-        return _merge(*partial, out, lse)
+        return _merge(partial[0], partial[1], out, lse)
 
     start = jnp.min(jnp.where(seen, first, context.shape[0])) // tile
     end = (jnp.max(jnp.where(seen, limit, 0)) + tile - 1) // tile
@@ -59,7 +61,7 @@ def mla_window(q, context, k_b, v_b, first, limit, *, scale):
     return lax.fori_loop(start, end, visit, empty)
 
 
-def mla_blocks(q, context, blocks, free, *, block, scale):
+def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
     """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time."""
     _, queries, heads, dim = q.shape
     groups, listed = blocks.shape[1:]
@@ -73,28 +75,28 @@ def mla_blocks(q, context, blocks, free, *, block, scale):
             rows = keys.at[blocks].get(mode="clip").reshape(-1, dim)
             rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
             scores = _scores("qhd,sd->hqs", q, rows, scale, seen[None, None])
-            return _softmax("hqs,sd->qhd", scores, rows.astype(jnp.float32))
+            return _softmax("hqs,sd->qhd", scores, rows[:, :kv_rank].astype(jnp.float32))
 
         split = q.reshape(queries, groups, heads // groups, dim)
         out, lse = jax.vmap(of_group, in_axes=(1, 0), out_axes=1)(split, blocks)
-        return out.reshape(queries, heads, dim), lse.reshape(queries, heads)
+        return out.reshape(queries, heads, kv_rank), lse.reshape(queries, heads)
 
     each = listed * block * 4 * (queries * heads + groups * dim)
     return lax.map(of_query_block, (q, blocks), batch_size=max(1, _SCORE_BYTES // each))
 
 
-def mla_sparse_decode(q, cache, layer, page_table, tokens, *, scale):
+def mla_sparse_decode(q, cache, layer, page_table, tokens, *, kv_rank, scale):
     """See `jaxinfer.kernels.mla_sparse`: one sequence after another."""
-    page_size = cache.shape[2]
+    size = page_size(cache)
 
     def one(item):
         q, pages, tokens = item
         seen = tokens >= 0
-        page = pages.at[jnp.where(seen, tokens // page_size, 0)].get(mode="clip")
-        rows = cache.at[layer, page, tokens % page_size].get(mode="clip")
-        rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
+        page = pages.at[jnp.where(seen, tokens // size, 0)].get(mode="clip")
+        rows = jax.tree.map(lambda array: array.at[layer, page, tokens % size].get(mode="clip"), cache)
+        rows = jnp.where(seen[:, None], expand(rows, q.dtype), 0).astype(q.dtype)
         scores = _scores("hd,sd->hs", q, rows, scale, seen[None])
-        return _softmax("hs,sd->hd", scores, rows.astype(jnp.float32))
+        return _softmax("hs,sd->hd", scores, rows[:, :kv_rank].astype(jnp.float32))
 
     return lax.map(one, (q, page_table, tokens))
 

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kernels.selection.probes import probe_rows
-from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses
+from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses, group_logits
 
 _LOGIT_BYTES = 256 * 2**20
 
@@ -47,7 +47,7 @@ def retrieve(
     voters: int,
     candidates: int,
 ) -> Retrieval:
-    """Finds the blocks that hold most softmax mass for each query block and group of heads.
+    """Finds the blocks that hold most softmax mass for each query block and group of heads, each group for itself.
 
     Args:
         q: absorbed queries of `n` query blocks of `Q` successive positions each.
@@ -64,30 +64,23 @@ def retrieve(
     524,288 tokens, and 38 for 64 candidates of 128 tokens.  The query blocks are taken some at a time, so that the
     logits of a long chunk need not exist at once.
     """
-    heads, num_blocks = q.shape[2], context.shape[0] // block
-    voting = jnp.asarray(voting_heads(heads, head_groups, voters))
+    num_blocks = context.shape[0] // block
+    voting = jnp.asarray(voting_heads(q.shape[2], head_groups, voters)).reshape(head_groups, -1)
     keys, open_keys = context.reshape(num_blocks, block, -1), free.reshape(num_blocks, block)
 
-    def one(item):
+    def of_group(heads, item):
         q, valid, lse, first, end = item
-        q, lse = q[:, voting], lse[:, voting]
-        rows = probe_rows(q, valid, probes)
-        q, lse = q[rows], lse[rows]
-        shares = estimated_shares(q, means, lse, first, end, group=group, block=block, scale=scale)
+        rows = probe_rows(q[:, heads], valid, probes)
+        q, lse = q[rows][:, heads], lse[rows][:, heads]
+        logits = group_logits(q, means, group=group, scale=scale)
+        votes = jnp.max(estimated_shares(logits, lse, first, end, per_block=block // group), axis=0)
+        found = candidate_blocks(votes, first, end, candidates)
+        seen = open_keys.at[found].get(mode="clip") & (found >= 0)[:, None]
+        return Retrieval(found, exact_masses(q, keys.at[found].get(mode="clip"), seen, lse, scale=scale))
 
-        def of_group(q, lse, shares):
-            found = candidate_blocks(shares, first, end, candidates)
-            seen = open_keys.at[found].get(mode="clip") & (found >= 0)[:, None]
-            return found, exact_masses(q, keys.at[found].get(mode="clip"), seen, lse, scale=scale)
+    def of_query_block(item):
+        return jax.vmap(of_group, in_axes=(0, None))(voting, item)
 
-        split = (head_groups, -1)
-        return Retrieval(
-            *jax.vmap(of_group, in_axes=1)(
-                q.reshape(probes, *split, q.shape[-1]),
-                lse.reshape(probes, *split),
-                shares.reshape(probes, *split, num_blocks),
-            )
-        )
-
-    each = probes * len(voting) * (means.shape[0] + candidates * block) * 4
-    return lax.map(one, (q, valid, local_lse, first, end), batch_size=max(1, _LOGIT_BYTES // each))
+    gathered = candidates * block
+    each = 4 * (probes * voting.size * (means.shape[0] + gathered) + head_groups * gathered * context.shape[1])
+    return lax.map(of_query_block, (q, valid, local_lse, first, end), batch_size=max(1, _LOGIT_BYTES // each))

@@ -13,30 +13,27 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels.selection.lists import top_blocks
 
 
-def estimated_shares(
-    q: Float[Array, "P V D"],
-    means: Float[Array, "M D"],
-    local_lse: Float[Array, "P V"],
-    first: int | Int[Array, ""],
-    end: int | Int[Array, ""],
-    *,
-    group: int,
-    block: int,
-    scale: float,
-) -> Float[Array, "P V NB"]:
-    """First level: each block's share of a head's softmax, from the means of its groups.
-
-    A group's logit is `scale q mean + ln(group)`, as if all its tokens were their mean; a block counts as its best
-    group (the maximum over small pieces keeps a single good one visible, as in InfLLM-v2 and HISA).  The share is
-    relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and all groups of the blocks
-    `first .. end - 1`; other blocks have share 0.
+def group_logits(
+    q: Float[Array, "P V D"], means: Float[Array, "M D"], *, group: int, scale: float
+) -> Float[Array, "P V M"]:
+    """First level: the logit of each group, `scale q mean + ln(group)`, as if all its tokens were their mean.
 
     Costs `2 D V P M` floating-point operations for a query block.
     """
-    per_block = block // group
     logits = jnp.einsum("pvd,md->pvm", q, means.astype(q.dtype), preferred_element_type=jnp.float32)
-    logits = logits * scale + math.log(group)
-    blocks = jnp.arange(means.shape[0] // per_block)
+    return logits * scale + math.log(group)
+
+
+def estimated_shares(
+    logits: Float[Array, "P V M"], local_lse: Float[Array, "P V"], first, end, *, per_block: int
+) -> Float[Array, "P V NB"]:
+    """First level: each block's share of a head's softmax, from the logits of its `per_block` groups.
+
+    A block counts as its best group: the maximum over small pieces keeps a single good one visible, as in InfLLM-v2
+    and HISA.  The share is relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and all groups of
+    the blocks `first .. end - 1`; other blocks have share 0.
+    """
+    blocks = jnp.arange(logits.shape[-1] // per_block)
     eligible = (blocks >= first) & (blocks < end)
     logits = jnp.where(jnp.repeat(eligible, per_block), logits, -jnp.inf)
     total = jnp.logaddexp(local_lse, jax.nn.logsumexp(logits, axis=-1))
@@ -70,20 +67,23 @@ def _share(part: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(total), 0.0, total)))
 
 
-def candidate_blocks(shares: Float[Array, "P V NB"], first, end, count: int) -> Int[Array, " count"]:
+def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int[Array, " count"]:
     """The blocks that one group of heads hands to the second level.
 
-    Each voter's best block comes first, since a vote would silence the few heads that look far away; then the blocks
-    by the sum over the voters of the maximum over the probes.  Of equal ones the earlier block is taken.
+    Each voter's best block comes first, since a sum would silence the few heads that look far away; then the blocks by
+    the sum over the voters.  Of equal ones the earlier block is taken.
 
-    Returns: `[count]` int32, ascending, of the blocks `first .. end - 1`; -1 at the end where there are fewer.
+    Args:
+        votes: the share of each block for each voter, the maximum over the probes.
+        first, end: blocks `first .. end - 1` can be taken.
+        count: how many are taken, at least as many as there are voters.
+
+    Returns: `[count]` int32, ascending, -1 at the end where there are fewer.
     """
-    votes = jnp.max(shares, axis=0)
     voters, num_blocks = votes.shape
     best = jnp.argmax(votes, axis=-1)
     wanted = jnp.zeros(num_blocks, bool).at[best].set(True)
     # A sum of shares is at most the number of voters.
     order = jnp.sum(votes, axis=0) + jnp.where(wanted, voters + 1.0, 0.0)
     blocks = jnp.arange(num_blocks)
-    order = jnp.where((blocks >= first) & (blocks < end), order, -1.0)
-    return top_blocks(order, count)
+    return top_blocks(jnp.where((blocks >= first) & (blocks < end), order, -1.0), count)

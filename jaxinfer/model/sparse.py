@@ -1,0 +1,247 @@
+"""Hybrid attention of a chunk: which positions its queries read, and the attention to them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.cache import RECORDED, Cache
+from jaxinfer.configs.attention import Hybrid
+from jaxinfer.kernels.latents import expand
+from jaxinfer.kernels.mla_prefill import mla_prefill
+from jaxinfer.kernels.mla_sparse import mla_blocks, mla_window
+from jaxinfer.kernels.selection.choice import retrieved_blocks
+from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
+from jaxinfer.kernels.selection.hot import amounts, epoch_masses, hot_blocks, hot_weights, record
+from jaxinfer.kernels.selection.lists import join
+from jaxinfer.kernels.selection.means import group_means
+from jaxinfer.kernels.selection.retrieve import retrieve
+from jaxinfer.model.batch import PrefillBatch
+from jaxinfer.model.context import in_order
+from jaxinfer.sharding.collectives import all_reduce, merge
+from jaxinfer.sharding.layout import Layout
+
+
+class Queries(NamedTuple):
+    """A chunk's queries on one rank, by token and by query block."""
+
+    q: jax.Array
+    """`[T, H, nope + rope]`."""
+    absorbed: jax.Array
+    """`[n, Q, H, kv_rank + rope]`."""
+    rows: jax.Array
+    """int32 `[n, Q]`, each token's place in the chunk; anything where it is not valid."""
+    valid: jax.Array
+    """bool `[n, Q]`."""
+    start: jax.Array
+    """int32 `[n]`, the position of a block's first token; -1: no block."""
+    segments: jax.Array
+    """int32 `[n]`, whose block it is; -1: no block."""
+    page: jax.Array
+    """int32 `[n]`, the page that holds its tokens; out of range: no block."""
+    slot: jax.Array
+    """int32 `[n]`, which of the page's query blocks it is."""
+
+
+class Context(NamedTuple):
+    """One sequence as its queries read it, the same on all ranks of cp."""
+
+    latents: jax.Array
+    """`[S, kv_rank + rope]`, in the order of the positions."""
+    means: jax.Array
+    """`[S / group, kv_rank + rope]`."""
+    shared: jax.Array
+    """int32 `[A]`, positions of sinks and anchors, ascending; then the largest int32."""
+    free: jax.Array
+    """bool `[S]`, whether a position is none of them."""
+
+
+class Selection(NamedTuple):
+    """What the query blocks of a chunk read besides window, sinks and anchors."""
+
+    hot: jax.Array
+    """int32 `[n, hot]`; -1: none."""
+    blocks: jax.Array
+    """int32 `[n, G, N]`, all blocks that each group of heads reads, the hot ones among them; -1: none."""
+
+
+def reads_all(positions: jax.Array, policy: Hybrid) -> jax.Array:
+    """Whether the queries at `positions` read every earlier position, as is cheapest in short contexts."""
+    return positions // policy.query_block * policy.query_block < policy.dense_below
+
+
+def windows(positions: jax.Array, policy: Hybrid) -> jax.Array:
+    """Where the windows of the queries at `positions` begin."""
+    return window_start(
+        positions,
+        window=policy.window,
+        block=policy.block,
+        query_block=policy.query_block,
+        dense_below=policy.dense_below,
+    )
+
+
+def write_means(cache: Cache, layer: jax.Array, batch: PrefillBatch, policy: Hybrid) -> Cache:
+    """Writes the means of the groups that the chunk's tokens complete; their latents are in the cache."""
+    tokens, group = batch.positions.shape[0], policy.group
+    ends = (batch.positions >= 0) & (batch.positions % group == group - 1)
+    # A step begins at a whole stripe, so that a group ends in the step that begins it.
+    (rows,) = jnp.nonzero(ends, size=tokens // group, fill_value=tokens)
+    page = batch.write_page.at[rows].get(mode="fill", fill_value=cache.means.shape[1])
+    last = batch.write_offset.at[rows].get(mode="clip")
+    return put_means(cache, layer, page, last // group, group)
+
+
+def put_means(cache: Cache, layer: jax.Array, page: jax.Array, number: jax.Array, group: int) -> Cache:
+    """Writes the means of groups, int32 `[n]` each: their pages (out of range: none) and numbers in these."""
+    rows = page[:, None], number[:, None] * group + jnp.arange(group)
+    latents = jax.tree.map(lambda array: array.at[layer, *rows].get(mode="clip"), cache.latents)
+    means = group_means(expand(latents, cache.means.dtype), group)[:, 0]
+    return cache._replace(means=cache.means.at[layer, page, number].set(means.astype(cache.means.dtype), mode="drop"))
+
+
+def attend(
+    q: jax.Array,
+    k_b: jax.Array,
+    v_b: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    batch: PrefillBatch,
+    layout: Layout,
+    policy: Hybrid,
+    head_axes: tuple[str, ...],
+    scale: float,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Attends the chunk's queries that do not read all, to what they select, one sequence after another.
+
+    Args:
+        q: `[T, H, nope + rope]`, this rank's tokens and heads.
+        k_b, v_b: `[H, nope, kv_rank]` and `[H, v, kv_rank]`.
+        cache: with the chunk's latents and means.
+        head_axes: mesh axes that divide the heads.
+
+    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, 0 and -inf for other queries; and the cache with what
+    the query blocks remember.
+    """
+    tokens, heads, _ = q.shape
+    queries = _queries(q, k_b, batch, cache.records.shape[1], policy)
+    nothing = jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*queries.start.shape, RECORDED, 2))
+    records = cache.records.at[layer, queries.page, queries.slot].set(nothing, mode="drop")
+
+    def of_segment(index, state):
+        out, lse, records = state
+        segment = batch.sparse.segments[index]
+        mine = (batch.segments == segment) & (segment >= 0) & ~reads_all(batch.positions, policy)
+        my_blocks = (queries.segments == segment) & (segment >= 0) & ~reads_all(queries.start, policy)
+
+        def gathered(array, unit=1):
+            pages, tiles, home = batch.sparse.pages[index], batch.sparse.tiles[index], batch.homes[segment]
+            tile_pages = batch.tile_pages.shape[1]
+            return in_order(array, layer, pages, tiles, home, layout, tile_pages=tile_pages, unit=unit)
+
+        latents = expand(jax.tree.map(gathered, cache.latents), q.dtype)
+        shared = batch.sparse.shared[index]
+        free = jnp.ones(latents.shape[0], bool).at[shared].set(False, mode="drop")
+        context = Context(latents, gathered(cache.means, policy.group), shared, free)
+        near = _attend_near(q, k_b, v_b, context, jnp.where(mine, batch.positions, -1), policy, scale)
+
+        first, end = eligible_blocks(windows(queries.start, policy), sinks=policy.sinks, block=policy.block)
+        first, end = jnp.full_like(end, first), jnp.where(my_blocks, end, 0)
+        found = _retrieve(queries, context, near[1][queries.rows], first, end, policy, head_axes, scale)
+        num_blocks = latents.shape[0] // policy.block
+        masses = jax.vmap(lambda masses, blocks: amounts(masses, blocks, num_blocks))(found.masses, found.candidates)
+        found_now = jax.vmap(lambda masses: record(masses, RECORDED))(all_reduce(masses, head_axes))
+        page = jnp.where(my_blocks, queries.page, records.shape[1])
+        records = records.at[layer, page, queries.slot].set(found_now, mode="drop")
+
+        hot = _hot(gathered(records, policy.query_block), queries.start, first, end, num_blocks, policy)
+        selection = _choose(found.masses, found.candidates, hot, policy)
+        far = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
+        return *merge(out, lse, *merge(*near, *far)), records
+
+    out = jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32)
+    lse = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+    out, lse, records = lax.fori_loop(0, batch.sparse.count, of_segment, (out, lse, records))
+    return out, lse, cache._replace(records=records)
+
+
+def _queries(q: jax.Array, k_b: jax.Array, batch: PrefillBatch, pages: int, policy: Hybrid) -> Queries:
+    """The chunk's queries; `pages` are the rank's."""
+    (tokens, _, _), nope, size = q.shape, k_b.shape[1], policy.query_block
+    first = jnp.maximum(batch.sparse.query_blocks, 0)
+    rows = jnp.minimum(first[:, None] + jnp.arange(size), tokens - 1)
+    start, segments, none = batch.positions[first], batch.segments[first], batch.sparse.query_blocks < 0
+    successive = batch.positions[rows] - start[:, None] == jnp.arange(size)
+    # XLA on CPU has no bfloat16 product for "thn,hnc->thc".
+    absorbed = jnp.einsum("thn,hnc->htc", q[..., :nope], k_b, preferred_element_type=jnp.float32).swapaxes(0, 1)
+    absorbed = jnp.concatenate((absorbed.astype(q.dtype), q[..., nope:]), axis=-1)
+    return Queries(
+        q=q,
+        absorbed=absorbed[rows],
+        rows=rows,
+        valid=(batch.segments[rows] == segments[:, None]) & successive & ~none[:, None],
+        start=jnp.where(none, -1, start),
+        segments=jnp.where(none, -1, segments),
+        page=jnp.where(none, pages, batch.write_page[first]),
+        slot=batch.write_offset[first] // size,
+    )
+
+
+def _attend_near(q, k_b, v_b, context, positions, policy, scale):
+    """Attention of the queries at `positions` (-1: none) to their windows and to the sinks and anchors before."""
+    first = jnp.where(positions < 0, 0, windows(positions, policy))
+    window = mla_window(q, context.latents, k_b, v_b, first, positions + 1, scale=scale)
+    latents = context.latents.at[context.shared].get(mode="clip")
+    before = jnp.searchsorted(context.shared, first).astype(jnp.int32)
+    return merge(*window, *mla_prefill(q, latents, k_b, v_b, before, scale=scale))
+
+
+def _retrieve(queries, context, lse, first, end, policy, head_axes, scale):
+    ranks = lax.axis_size(head_axes) if head_axes else 1
+    return retrieve(
+        queries.absorbed,
+        queries.valid,
+        lse,
+        first,
+        end,
+        context.latents,
+        context.means,
+        context.free,
+        scale=scale,
+        block=policy.block,
+        group=policy.group,
+        head_groups=policy.head_groups // ranks,
+        probes=policy.probes,
+        voters=policy.voters // ranks,
+        candidates=policy.candidates,
+    )
+
+
+def _hot(records, start, first, end, num_blocks, policy):
+    """The hot blocks `[n, hot]` of the query blocks at `start [n]`, from what all query blocks of the sequence left."""
+    by_epoch = records.reshape(records.shape[0] * policy.query_block // policy.hot_epoch, -1, 2)
+    weights = hot_weights(epoch_masses(by_epoch, num_blocks))
+    weights = weights.at[jnp.maximum(start, 0) // policy.hot_epoch].get(mode="clip")
+    return jax.vmap(lambda weights, first, end: hot_blocks(weights, first, end, policy.hot_blocks))(weights, first, end)
+
+
+def _choose(masses, candidates, hot, policy):
+    def of_group(masses, candidates, hot):
+        least, most = policy.min_retrieved, policy.max_retrieved
+        return retrieved_blocks(masses, candidates, hot, least=least, most=most, mass=policy.retrieve_mass)
+
+    retrieved = jax.vmap(jax.vmap(of_group, in_axes=(0, 0, None)))(masses, candidates, hot)
+    return Selection(hot, jax.vmap(join)(hot, retrieved))
+
+
+def _attend_far(queries, v_b, context, selection, mine, tokens, policy, scale):
+    """Attention of the query blocks that are `mine` to their lists, by token: `[T, H, v]` and `[T, H]`."""
+    dtype, rank = queries.q.dtype, v_b.shape[2]
+    sizes = {"block": policy.block, "kv_rank": rank, "scale": scale}
+    latent, of_block = mla_blocks(queries.absorbed, context.latents, selection.blocks, context.free, **sizes)
+    values = jnp.einsum("nqhc,hvc->hnqv", latent.astype(dtype), v_b, preferred_element_type=jnp.float32)
+    rows = jnp.where(queries.valid & mine[:, None], queries.rows, tokens)
+    out = jnp.zeros((tokens, *v_b.shape[:2]), jnp.float32).at[rows].set(jnp.moveaxis(values, 0, 2), mode="drop")
+    lse = jnp.full((tokens, v_b.shape[0]), -jnp.inf, jnp.float32).at[rows].set(of_block, mode="drop")
+    return out, lse

@@ -1,0 +1,158 @@
+"""Hybrid attention of single tokens: which positions each reads, and the attention to those that this rank holds."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.cache import RECORDED, Cache
+from jaxinfer.configs.attention import Hybrid
+from jaxinfer.kernels.mla_sparse import mla_sparse_decode
+from jaxinfer.kernels.selection.grid import eligible_blocks
+from jaxinfer.kernels.selection.hot import EPOCHS, amounts, epoch_masses, hot_blocks, hot_weights, record
+from jaxinfer.kernels.selection.lists import ascending
+from jaxinfer.kernels.selection.retrieve import voting_heads
+from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, group_logits
+from jaxinfer.model.batch import DecodeBatch
+from jaxinfer.model.sparse import put_means, reads_all, windows
+from jaxinfer.sharding.collectives import all_gather, merge
+from jaxinfer.sharding.layout import Layout
+
+
+def write_means(cache: Cache, layer: jax.Array, batch: DecodeBatch, policy: Hybrid) -> Cache:
+    """Writes the mean of each group that a token completes; its latent is in the cache."""
+    group = policy.group
+    complete = (batch.positions >= 0) & (batch.positions % group == group - 1)
+    page = jnp.where(complete, batch.write_page, cache.means.shape[1])
+    return put_means(cache, layer, page, batch.write_offset // group, group)
+
+
+def attend(
+    q: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    batch: DecodeBatch,
+    layout: Layout,
+    policy: Hybrid,
+    head_axes: tuple[str, ...],
+    *,
+    kv_rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Attends the queries that do not read all, to those of their selected positions that lie on this rank.
+
+    The candidates of the first level are all read: to score them exactly would take their latents as well.
+
+    Args:
+        q: `[B, H, kv_rank + rope]` absorbed queries, the same on all ranks of cp.
+        cache: with the tokens' latents and means.
+        head_axes: mesh axes that divide the heads of `q`.
+        kv_rank: how many of a latent's numbers are values.
+
+    Returns: output `[B, H, kv_rank]` and log-sum-exp `[B, H]`, float32, 0 and -inf for queries that read all;
+    and the cache with what the queries retrieved.
+    """
+    me = lax.axis_index("cp")
+    sparse = (batch.positions >= 0) & ~reads_all(batch.positions, policy)
+    first = jnp.where(sparse, windows(batch.positions, policy), 0)
+
+    def read(tokens):
+        return mla_sparse_decode(q, cache.latents, layer, batch.page_table, tokens, kv_rank=kv_rank, scale=scale)
+
+    near = jnp.concatenate(
+        (_window(first, sparse, me, batch, layout, policy), _shared(first, me, batch, layout)), axis=1
+    )
+    out, lse = read(near)
+    begin, end = eligible_blocks(first, sinks=policy.sinks, block=policy.block)
+    shares = _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale)
+    votes = all_gather(shares, head_axes, 1)
+    candidates = jax.vmap(lambda votes, end: candidate_blocks(votes, begin, end, policy.candidates))(votes, end)
+
+    num_blocks = votes.shape[-1]
+    masses = jnp.mean(jnp.take_along_axis(votes, jnp.maximum(candidates, 0)[:, None], axis=2), axis=1)
+    counts = jax.vmap(lambda mass, blocks: amounts(mass[None], blocks[None], num_blocks))(masses, candidates)
+    records = jax.vmap(lambda counts: record(counts, RECORDED))(counts)
+    slot = batch.write_offset // policy.query_block
+    cache = cache._replace(records=cache.records.at[layer, batch.write_page, slot].set(records, mode="drop"))
+
+    weights = _weights(cache, layer, batch, layout, policy, me, num_blocks)
+    hot = jax.vmap(lambda weights, end: hot_blocks(weights, begin, end, policy.hot_blocks))(weights, end)
+    known = jnp.any(candidates[:, :, None] == hot[:, None], axis=2)
+    blocks = ascending(jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1))
+    return *merge(out, lse, *read(_blocks(blocks, me, batch, layout, policy))), cache
+
+
+def _window(first, sparse, me, batch, layout, policy):
+    """Tokens of the windows that lie on this rank, `[B, W]`, counted through its pages; -1: none."""
+    longest = policy.window + policy.block + policy.query_block
+    width = -(-longest // layout.round_tokens) * layout.stripe + layout.stripe
+    begin = layout.local_length(first, me, batch.homes)
+    end = layout.local_length(batch.positions + 1, me, batch.homes)
+    tokens = begin[:, None] + jnp.arange(width)
+    return jnp.where((tokens < end[:, None]) & sparse[:, None], tokens, -1)
+
+
+def _shared(first, me, batch, layout):
+    """Sinks and anchors before the windows that lie on this rank, `[B, A]`; -1: none."""
+    positions = batch.sparse.shared
+    here = layout.rank(positions, batch.homes[:, None]) == me
+    return jnp.where(here & (positions < first[:, None]), layout.local_index(positions), -1)
+
+
+def _blocks(blocks, me, batch, layout, policy):
+    """Tokens of key blocks `[B, N]` that lie on this rank and are not anchors, `[B, N W]`; -1: none."""
+    width = policy.block // layout.round_tokens * layout.stripe + min(layout.stripe, policy.block % layout.round_tokens)
+    homes = batch.homes[:, None]
+    begin = layout.local_length(blocks * policy.block, me, homes)[..., None]
+    end = layout.local_length((blocks + 1) * policy.block, me, homes)[..., None]
+    tokens = begin + jnp.arange(width)
+    tokens = jnp.where((tokens < end) & (blocks >= 0)[..., None], tokens, -1).reshape(blocks.shape[0], -1)
+    positions = layout.position(tokens, me, homes)
+    place = jax.vmap(jnp.searchsorted)(batch.sparse.shared, positions)
+    anchor = jnp.take_along_axis(batch.sparse.shared, place, axis=1, mode="clip") == positions
+    return jnp.where(anchor, -1, tokens)
+
+
+def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
+    """The estimated share of every block for this rank's voting heads, `[B, V, NB]`, the same on all ranks of cp."""
+    ranks = layout.cp
+    voting = jnp.asarray(voting_heads(q.shape[1], 1, policy.voters))
+    top = lax.pmax(lse, "cp")
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    local = shift + jnp.log(lax.psum(jnp.exp(lse - shift), "cp"))
+
+    def logits(item):
+        q, pages = item
+        means = cache.means.at[layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
+        return group_logits(q[None], means, group=policy.group, scale=scale)[0]
+
+    own = lax.map(logits, (q[:, voting], batch.page_table))
+    batches, voters, groups = own.shape
+    stripe = layout.stripe // policy.group
+    own = own.reshape(batches, voters, groups // stripe, 1, stripe)
+    every = all_gather(own, ("cp",) if ranks > 1 else (), 3)
+    turns = (jnp.arange(ranks) + batch.homes[:, None]) % ranks
+    ordered = jnp.take_along_axis(every, turns[:, None, None, :, None], axis=3).reshape(batches, voters, -1)
+    ordered = ordered[..., : ordered.shape[-1] // (policy.block // policy.group) * (policy.block // policy.group)]
+
+    def shares(logits, lse, end):
+        return estimated_shares(logits[None], lse[None], begin, end, per_block=policy.block // policy.group)[0]
+
+    return jax.vmap(shares)(ordered, local[:, voting], end)
+
+
+def _weights(cache, layer, batch, layout, policy, me, num_blocks):
+    """How hot each block is in the epoch of each query, `[B, NB]`: from the records of the epochs before."""
+    epoch = jnp.maximum(batch.positions, 0) // policy.hot_epoch
+    start = (epoch[:, None] - EPOCHS + jnp.arange(EPOCHS + 1)) * policy.hot_epoch
+    bounds = layout.local_length(jnp.maximum(start, 0), me, batch.homes[:, None]) // policy.query_block
+    width = (policy.hot_epoch // layout.round_tokens + 1) * layout.stripe // policy.query_block
+    rows = bounds[:, :-1, None] + jnp.arange(width)
+    per_page = layout.page_size // policy.query_block
+    page = jnp.take_along_axis(batch.page_table, (rows // per_page).reshape(rows.shape[0], -1), axis=1, mode="clip")
+    left = cache.records.at[layer, page.reshape(rows.shape), rows % per_page].get(mode="clip")
+    left = jnp.where((rows < bounds[:, 1:, None])[..., None, None], left, -1)
+    left = left.reshape(*left.shape[:2], -1, 2)
+    masses = lax.psum(jax.vmap(lambda left: epoch_masses(left, num_blocks))(left), "cp")
+    # A row more, for the epoch of the query itself.
+    masses = jnp.pad(masses, ((0, 0), (0, 1), (0, 0)))
+    return jax.vmap(lambda masses: hot_weights(masses)[-1])(masses)

@@ -1,0 +1,121 @@
+"""The whole model with hybrid attention: neither chunks nor meshes nor neighbours show, and it can be dense."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.configs.attention import Hybrid, parse_policy
+from jaxinfer.engine.request import SamplingParams
+from jaxinfer.llm import LLM
+
+GRID = "window=128,anchor_gap=64,sinks=64,block=64,hot_epoch=256,dense_below=256"
+EVERYTHING = f"hybrid:{GRID},candidates=32,retrieve_blocks=28"
+FEW = f"hybrid:{GRID},candidates=6,voters=4,retrieve_blocks=2,hot_blocks=2"
+MASS = f"hybrid:{GRID},candidates=8,voters=4,retrieve_blocks=3,retrieve_mass=0.6,hot_blocks=2,head_groups=2"
+MIXED = f"{FEW},0=dense,2.retrieve_blocks=1,2.window=192"
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def opened(attention: str | Hybrid, mesh: str = "", chunk_size: int = 128, **options) -> LLM:
+    sizes = {"max_context": 2048, "max_num_seqs": 4}
+    return LLM(model="tiny-random", mesh=mesh, attention=attention, chunk_size=chunk_size, **sizes, **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def answers(llm: LLM, ids: list[int]) -> tuple[np.ndarray, list[int]]:
+    """Logits of all rows, and tokens after them."""
+    return llm.logits(ids), llm.generate([ids], GREEDY)[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def dense() -> tuple[np.ndarray, list[int]]:
+    with opened("dense") as llm:
+        return answers(llm, prompt(1900))
+
+
+@pytest.mark.parametrize("mesh", ["", pytest.param("cp=4", marks=pytest.mark.slow)])
+def test_budgets_for_everything_are_dense_attention(mesh: str, dense):
+    with opened(EVERYTHING, mesh, 64 if mesh else 128) as llm:
+        logits, tokens = answers(llm, prompt(1900))
+    np.testing.assert_allclose(logits, dense[0], atol=2e-5)
+    assert tokens == dense[1]
+
+
+def compare(attention: str, *others: tuple[str, int]) -> np.ndarray:
+    """Compares other meshes and chunks with one device; returns its logits.
+
+    Equal but for rounding: no selection flips here, for a flip shows far above it.
+    """
+    with opened(attention) as llm:
+        wanted, tokens = answers(llm, prompt(1900))
+    for mesh, chunk in others:
+        with opened(attention, mesh, chunk, shard_dense_weights=mesh == "cp=8") as llm:
+            logits, continued = answers(llm, prompt(1900))
+        np.testing.assert_allclose(logits, wanted, atol=2e-5, err_msg=f"{mesh} {chunk}")
+        assert continued == tokens, (mesh, chunk)
+    return wanted
+
+
+def test_neither_chunks_nor_meshes_show(dense):
+    logits = compare(FEW, ("cp=4", 64))
+    assert np.abs(logits - dense[0]).max() > 0.1
+    np.testing.assert_allclose(logits[:256], dense[0][:256], atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [FEW, MASS, MIXED])
+def test_other_policies_chunks_and_meshes(attention: str):
+    meshes = [("cp=8", 64), ("dp=2,cp=2", 64), ("cp=2,ep=2", 64), ("tp=4", 64), ("tp=2,cp=2", 64)]
+    compare(attention, ("", 256), *(meshes if attention == FEW else [("cp=2", 192)]))
+
+
+def test_neighbours_and_reused_pages_do_not_show():
+    """Long and short prompts together answer as each alone, in pages that held others before."""
+    prompts = [prompt(length, seed=length) for length in (1500, 40, 700, 300, 1200)]
+    with opened(FEW, "cp=2", 128) as llm:
+        together = llm.generate(prompts, GREEDY)
+        alone = [llm.generate([ids], GREEDY)[0] for ids in prompts]
+        again = llm.generate(list(reversed(prompts)), GREEDY)
+        assert llm.engine.runner.compilations.count == 0
+    for ours, its, later in zip(together, alone, reversed(again), strict=True):
+        assert ours.token_ids == its.token_ids == later.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3"])
+def test_a_quantised_cache(kv: str):
+    """Budgets for everything are dense attention over the same cache, on other meshes too."""
+    with opened("dense", kv=kv) as llm:
+        wanted = llm.logits(prompt(900))
+    with opened(EVERYTHING, "cp=2", 64, kv=kv) as llm:
+        np.testing.assert_allclose(llm.logits(prompt(900)), wanted, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_policy_is_a_value():
+    policy = parse_policy(FEW)
+    assert isinstance(policy, Hybrid)
+    with opened(policy) as llm:
+        by_value = llm.generate([prompt(600)], GREEDY)[0].token_ids
+    with opened(FEW) as llm:
+        assert llm.generate([prompt(600)], GREEDY)[0].token_ids == by_value
+
+
+@pytest.mark.parametrize(
+    ("attention", "mesh", "chunk", "words"),
+    [
+        ("hybrid", "", 16, "expected group of the attention policy to divide 16"),
+        (
+            "hybrid:head_groups=1,voters=4",
+            "tp=2",
+            128,
+            "expected head_groups of the attention policy to be a multiple of the 2",
+        ),
+        ("sparse", "", 128, "expected an attention policy"),
+    ],
+)
+def test_refused(attention: str, mesh: str, chunk: int, words: str):
+    with pytest.raises(ValueError, match=words):
+        opened(attention, mesh, chunk)
