@@ -19,14 +19,15 @@ def grouped_moe_experts(
     experts: jax.Array,
     weights: jax.Array,
     gate_up: Weight,
-    down: Quantized,
+    down: Weight,
     layer: jax.Array | int,
     dtype,
 ) -> jax.Array:
     """See `jaxinfer.kernels.moe.moe_experts`.
 
-    A routing weight is a factor on a row of the down projection, so it goes into the row's scale.  The sum over a
-    token's experts gathers their rows in the order of the router's choice: no order of additions is left to chance.
+    A routing weight is a factor on a row of the down projection: where rows have scales, it goes into the row's.  The
+    sum over a token's experts gathers their rows in the order of the router's choice: no order of additions is left to
+    chance.
     """
     tokens, per_token = experts.shape
     num_experts = down.shape[1]
@@ -44,13 +45,18 @@ def grouped_moe_experts(
         pair = order.at[first + jnp.arange(rows)].get(mode="clip")
         counts = jnp.clip(ends - first, 0, rows) - jnp.clip(starts - first, 0, rows)
         taken = jax.tree.map(lambda array: array[pair // per_token], x)
-        hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype))
         factor = weights.reshape(-1)[pair]
-        scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
-        y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, first_expert, dtype)
+        if isinstance(down, Quantized):
+            hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype))
+            scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
+            y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, first_expert, dtype)
+        else:
+            gate, up = jnp.split(_product(taken, gate_up, counts, first_expert, jnp.float32), 2, axis=1)
+            hidden = (jax.nn.silu(gate) * up).astype(down.dtype)
+            y = _product(hidden, down, counts, first_expert, jnp.float32) * factor[:, None]
         return lax.dynamic_update_slice_in_dim(results, y, first, 0)
 
-    results = lax.empty((windows * rows, x.shape[1]), dtype)
+    results = lax.empty((windows * rows, x.shape[1]), dtype if isinstance(down, Quantized) else jnp.float32)
     if windows == 1:
         results = window(0, results)
     else:
@@ -64,12 +70,12 @@ def grouped_moe_experts(
     return out
 
 
-def _product(x: Activation, gate_up: Weight, counts: jax.Array, first_expert, dtype) -> jax.Array:
-    """Gate and up projections, `[rows, 2 I]` of `dtype`."""
-    if isinstance(x, Quantized) and isinstance(gate_up, Quantized):
-        return grouped_product(x, gate_up, counts, first_expert, dtype)
-    assert not isinstance(x, Quantized) and not isinstance(gate_up, Quantized)
-    matrices = gate_up.reshape(gate_up.shape[0] * gate_up.shape[1], -1, x.shape[1])
+def _product(x: Activation, w: Weight, counts: jax.Array, first_expert, dtype) -> jax.Array:
+    """Rows times the weights `[L, E, ..., K]` of their experts, `[rows, N]` of `dtype`."""
+    if isinstance(x, Quantized) and isinstance(w, Quantized):
+        return grouped_product(x, w, counts, first_expert, dtype)
+    assert not isinstance(x, Quantized) and not isinstance(w, Quantized)
+    matrices = w.reshape(w.shape[0] * w.shape[1], -1, x.shape[1])
     if x.dtype == jnp.bfloat16:
         return grouped_gemm(x, matrices, counts, first_group=first_expert, out_dtype=dtype)
     own = lax.dynamic_slice_in_dim(matrices, first_expert, counts.shape[0])

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.cache import RECORDED
@@ -36,8 +37,10 @@ def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules:
     width //= rules.size(plan.axes(precision.pieces("expert_mlp"), width))
     pairs = tile * config.experts_per_token
     weights = 3 * width * d * (itemsize + 4)
-    if precision.quantized is None:
+    if precision.dtype == jnp.float32 and precision.quantized is None:
         rows = 128 * (4 * d + 3 * width) * 4
+    elif precision.quantized is None:
+        rows = min(pairs, ROWS) * (d + 3 * width) * (itemsize + 4) + (pairs + ROWS) * d * 4
     else:
         # Rows and products in 8 bits and in the type between, and in float32 as the reference computes them; results.
         rows = min(pairs, ROWS) * (d + width) * (2 * itemsize + 9) + (pairs + ROWS) * d * itemsize

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 from jaxinfer.kernels.mosaic.matmul import ALIGNMENT, matmul
 from jaxinfer.kernels.tiles import Device, Problem, Tiles, choose, device
 
+Array = jax.Array | jax.ShapeDtypeStruct
 
-def reason_against(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype) -> str | None:
+
+def reason_against(x: Array, w: Array, residual: jax.Array | None, out_dtype) -> str | None:
     """Why the kernel cannot take operands of these shapes and types, None if it can; `w [..., N, K]`."""
     step = 128 // x.dtype.itemsize
     if x.shape[0] == 0:

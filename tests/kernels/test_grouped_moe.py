@@ -1,5 +1,7 @@
 """Quantised experts through grouped products: against a loop over tokens, in windows, in place in a stack of layers."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def weight(rng: np.random.Generator, form: str, *shape: int) -> Quantized:
     return quantize_weight_like(jnp.asarray(rng.normal(size=stacked) / np.sqrt(shape[-1]), jnp.float32), like)
 
 
-def in_float64(x, experts, weights, gate_up, down, casts: Casts) -> np.ndarray:
+def in_float64(x, experts, weights, gate_up, down, casts: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The loop over tokens; `x`, `gate_up` and `down` multiplied out."""
     out = np.zeros_like(x)
     for t, (chosen, factors) in enumerate(zip(experts, weights, strict=True)):
@@ -62,6 +64,27 @@ def test_against_a_loop_over_tokens(form: str, rows: int, kind: str, monkeypatch
     reference = in_float64(wide, experts, weights, weights_of["gate_up"][layer], weights_of["down"][layer], casts)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, reference, atol=2e-6 * max(1.0, np.abs(reference).max()))
+
+
+@pytest.mark.parametrize("rows", [16384, 7])
+@pytest.mark.parametrize("kind", ["random", "all to one", "none here", "partly elsewhere"])
+def test_experts_that_are_not_quantized(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped_moe, "ROWS", rows)
+    rng, tokens, layer = np.random.default_rng(rows), 9, 1
+
+    def bfloat16(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(LAYERS, EXPERTS, *shape)) / np.sqrt(shape[-1]), jnp.bfloat16)
+
+    gate_up, down = bfloat16(2, WIDTH, HIDDEN), bfloat16(HIDDEN, WIDTH)
+    x = jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.bfloat16)
+    experts, weights = routing(kind, rng, tokens), rng.uniform(size=(tokens, 2)).astype(np.float32)
+    chosen = jnp.asarray(experts, jnp.int32)
+    got = grouped_moe.grouped_moe_experts(x, chosen, jnp.asarray(weights), gate_up, down, layer, jnp.bfloat16)
+    wide = [np.asarray(array, np.float64) for array in (x, gate_up[layer], down[layer])]
+    reference = in_float64(wide[0], experts, weights, *wide[1:], lambda hidden: hidden)
+    assert got.dtype == jnp.float32
+    # What lies between the products is rounded to bfloat16, by up to 2^-9 of itself.
+    assert np.linalg.norm(got - reference) <= 2.0**-8 * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
