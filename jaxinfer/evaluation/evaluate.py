@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,21 @@ def evaluate(llm: LLM, setting: Setting, todo: Sequence[Cell], settings: Setting
     sample.
     """
     missing = [cell for cell in todo if cell.key(setting) not in records]
-    with tqdm(total=len(todo), initial=len(todo) - len(missing), desc="samples", dynamic_ncols=True) as bar:
-        for batch in batches(missing, llm.engine.capacity):
+    with (
+        tqdm(total=len(todo), initial=len(todo) - len(missing), desc="samples", dynamic_ncols=True) as bar,
+        ThreadPoolExecutor() as pool,  # tokenizers work outside of Python's lock
+    ):
+
+        def prepare(batch: list[Cell]) -> list[Future[Sample]]:
+            return [pool.submit(make_sample, c.task, c.length, c.depth, c.sample, settings) for c in batch]
+
+        todo_batches = [*batches(missing, llm.engine.capacity)]
+        prepared = [prepare(batch) for batch in todo_batches[:1]]
+        for number, batch in enumerate(todo_batches):
             bar.set_postfix_str(f"{batch[0].task}, {batch[0].length} tokens")
-            samples = [make_sample(c.task, c.length, c.depth, c.sample, settings) for c in batch]
+            samples = [future.result() for future in prepared.pop()]
+            # The next batch is written while the model answers this one.
+            prepared += [prepare(following) for following in todo_batches[number + 1 : number + 2]]
             for cell, sample, answer in zip(batch, samples, ask(llm, samples), strict=True):
                 records.add(cell.key(setting) | _result(sample, answer))
             bar.update(len(batch))
