@@ -147,7 +147,7 @@ def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
 
 def _shared_memory_bytes(problem: Problem, tiles: Tiles, slots: int) -> int:
     row, block = problem.scheme == "row", problem.scheme == "block"
-    stage = (tiles.m + tiles.n) * 128 + tiles.m * 4 * block
+    stage = (tiles.m + tiles.n) * 128 + (tiles.m * 4 + 128) * block
     row_bytes = slots * output_columns(problem, tiles) * problem.out_dtype.itemsize
     stores = tiles.warpgroups * 64 * (row_bytes + 128 * (problem.groups is not None))
     sides = 4 * ((tiles.m + tiles.n) * row + tiles.n * problem.bias)

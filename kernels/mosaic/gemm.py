@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.mosaic.matmul import ALIGNMENT, matmul
+from jaxinfer.kernels.mosaic.matmul import ALIGNMENT, SCALE_COLUMNS, matmul
 from jaxinfer.kernels.tiles import Device, Problem, Tiles, choose, device
 
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -31,7 +31,11 @@ def prepare(
     if x_scale is None or w_scale is None:
         return None, operands
     # Rows of `x` are the last dimension of its scales.
-    return ("row" if x_scale.ndim == 1 else "block"), operands | {"x_scale": pad_rows(x_scale.T).T, "w_scale": w_scale}
+    operands["x_scale"] = pad_rows(x_scale.T).T
+    if x_scale.ndim == 1:
+        return "row", operands | {"w_scale": w_scale}
+    padding = [(0, 0)] * (w_scale.ndim - 1) + [(0, -w_scale.shape[-1] % SCALE_COLUMNS)]
+    return "block", operands | {"w_scale": jnp.pad(w_scale, padding)}
 
 
 def pad_rows(x: jax.Array) -> jax.Array:

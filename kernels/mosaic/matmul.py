@@ -35,6 +35,10 @@ _MEMORY_REGISTERS = 24
 _MATH_REGISTERS = {2: 240, 3: 160}
 """By the number of math warpgroups."""
 _PIECES = (32, 16, 8, 4, 2, 1)
+SCALE_COLUMNS = 4
+"""Block scales of a weight, for as many blocks of K, that are copied at a time: 16 bytes, the least of a copy."""
+_SCALE_LINES = 8
+"""Lines of such scales in a stage, of which tiles use the first few: stages have to be 128 bytes apart."""
 ALIGNMENT = 8
 """Tiles start at multiples of so many rows: the height of a tile of the swizzled layout."""
 
@@ -46,7 +50,8 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
         operands: `x [M, K]`, `w [N, K]` or `[groups, N, K]`; where the problem has them `x_scale` (`[M]` or
             `[K / 128, M]`, rows of a block scale padded to a multiple of 4), `w_scale` (`[N]` or `[N / 128, K / 128]`,
             with groups in front), `bias [N]` float32, `residual [M, N]` of the type of the output, and for groups
-            `schedule` and `row_tiles` (see `grouped_gemm.schedule`).  M is a multiple of 8, N of 64.
+            `schedule` and `row_tiles` (see `grouped_gemm.schedule`).  M is a multiple of 8, N of 64.  The last
+            dimension of block scales of `w` is padded to a multiple of 4.
     """
     if problem.groups is not None and tiles.cluster > 1 and tiles.shared == "w":
         raise ValueError(f"expected thread blocks that share rows, since groups differ in weights, got {tiles}")
@@ -67,7 +72,7 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             problem.out_dtype,
             transforms=_transforms(problem.out_dtype, epilogue),
         ),
-        "full": plgpu.Barrier(num_arrivals=3 if problem.scheme == "block" else 2, num_barriers=tiles.stages),
+        "full": plgpu.Barrier(num_arrivals=4 if problem.scheme == "block" else 2, num_barriers=tiles.stages),
         "empty": (
             plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
             if tiles.cluster > 1
@@ -76,6 +81,7 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     }
     if problem.scheme == "block":
         scratch["x_scale"] = plgpu.SMEM((tiles.stages, tiles.m), jnp.float32)
+        scratch["w_scale"] = plgpu.SMEM((tiles.stages, _SCALE_LINES, SCALE_COLUMNS), jnp.float32)
     sides = 0
     if problem.scheme == "row":
         scratch["x_scale"] = plgpu.SMEM((tiles.m,), jnp.float32)
@@ -121,6 +127,11 @@ def _transforms(dtype, columns):
 def _part(area):
     """Columns of a warpgroup that share a scale of the weight's blocks; tiles start at multiples of them."""
     return math.gcd(area.tiles.n, area.width, BLOCK)
+
+
+def _scale_lines(tiles):
+    """Blocks of columns that a tile may have a part of."""
+    return math.ceil((tiles.n + BLOCK - math.gcd(tiles.n, BLOCK)) / BLOCK)
 
 
 def _tail_columns(problem):
@@ -197,7 +208,9 @@ def _copy(problem, sweeps, operands, scratch):
     has_sides = "side_full" in scratch
 
     def copy_tile(tiles, tile, before):
-        w = operands["w"] if tile.group is None else operands["w"].at[tile.group]
+        def of_group(name):
+            return operands[name] if tile.group is None else operands[name].at[tile.group]
+
         rows, columns = pl.ds(tile.row, tiles.m), pl.ds(tile.column, tiles.n)
 
         def step(k, done):
@@ -212,12 +225,16 @@ def _copy(problem, sweeps, operands, scratch):
             x_target, w_target = scratch["x"].at[slot], scratch["w"].at[slot, pl.ds(0, tiles.n)]
             for name, source, target in (
                 ("x", operands["x"].at[rows, inner], x_target),
-                ("w", w.at[columns, inner], w_target),
+                ("w", of_group("w").at[columns, inner], w_target),
             ):
                 shared = "cluster" if tiles.cluster > 1 and tiles.shared == name else None
                 plgpu.copy_gmem_to_smem(source, target, full, collective_axes=shared)
             if problem.scheme == "block":
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], scratch["x_scale"].at[slot], full)
+                lines = pl.ds(tile.column // BLOCK, _scale_lines(tiles))
+                aligned = pl.ds(k // SCALE_COLUMNS * SCALE_COLUMNS, SCALE_COLUMNS)
+                target = scratch["w_scale"].at[slot, pl.ds(0, _scale_lines(tiles))]
+                plgpu.copy_gmem_to_smem(of_group("w_scale").at[lines, aligned], target, full)
             return done + 1
 
         done = lax.fori_loop(0, steps, step, before)
@@ -229,9 +246,8 @@ def _copy(problem, sweeps, operands, scratch):
 
             full = scratch["side_full"]
             if problem.scheme == "row":
-                scale = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch["x_scale"], full)
-                plgpu.copy_gmem_to_smem(scale.at[columns], scratch["w_scale"].at[pl.ds(0, tiles.n)], full)
+                plgpu.copy_gmem_to_smem(of_group("w_scale").at[columns], scratch["w_scale"].at[pl.ds(0, tiles.n)], full)
             if problem.bias:
                 plgpu.copy_gmem_to_smem(operands["bias"].at[columns], scratch["bias"].at[pl.ds(0, tiles.n)], full)
         return done
@@ -261,7 +277,6 @@ def _copy(problem, sweeps, operands, scratch):
 def _multiply(problem, sweeps, operands, out, scratch, warpgroup):
     """A math warpgroup: 64 rows of each tile, or all 64 rows and half the columns."""
     steps = math.ceil(problem.k / problem.step)
-    blocks = lax.axis_size("block")
     done = jnp.int32(0)
     for tiles, count, tile_at in sweeps:
         area = _Area(problem, tiles, warpgroup)
@@ -277,22 +292,19 @@ def _multiply(problem, sweeps, operands, out, scratch, warpgroup):
             store(tile_at(info.index[0]), _accumulated(problem, area, scratch, carry, steps))
             return carry + steps
 
-        def promoted(info, carry, area=area, count=count, tile_at=tile_at, store=store):
-            """Stores the tile before under the first products of this one, and looks up the one after."""
-            done, before, values, tile, w_scales = carry
-            following = tile_at(jnp.minimum(info.index[0] + blocks, count - 1))
+        def promoted(info, carry, area=area, tile_at=tile_at, store=store):
+            """Stores the tile before under the first products of this one."""
+            done, before, values = carry
+            tile = tile_at(info.index[0])
 
             def beneath():
                 pl.when(info.local_index > 0)(lambda: store(before, values))
-                return _column_scales(problem, area, operands, following, 0)
 
-            values, w_scales = _promoted(problem, area, operands, scratch, tile, w_scales, done, steps, beneath)
-            return done + steps, tile, values, following, w_scales
+            return done + steps, tile, _promoted(problem, area, scratch, tile, done, steps, beneath)
 
         if problem.promoted:
-            first = tile_at(jnp.minimum(lax.axis_index("block"), jnp.maximum(count - 1, 0)))
-            carry = done, first, _zeros(area.width), first, _column_scales(problem, area, operands, first, 0)
-            after, tile, values, *_ = plgpu.nd_loop((count,), collective_axes="block", init_carry=carry)(promoted)
+            carry = done, tile_at(jnp.int32(0)), _zeros(area.width)
+            after, tile, values = plgpu.nd_loop((count,), collective_axes="block", init_carry=carry)(promoted)
             pl.when(after > done)(lambda tile=tile, values=values, store=store: store(tile, values))
             done = after
         else:
@@ -325,61 +337,41 @@ def _zeros(columns):
     return plgpu.layout_cast(jnp.zeros((_WARPGROUP_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def _column_scales(problem, area, operands, tile, k):
-    """Block scales of the columns of a tile, one for each part of them; none where the scales are not of blocks."""
-    if problem.scheme != "block":
-        return []
-    scales = operands["w_scale"] if tile.group is None else operands["w_scale"].at[tile.group]
-    last = scales.shape[0] - 1
-    start = tile.column + area.column
-    part = _part(area)
-    return [scales[jnp.minimum((start + i * part) // BLOCK, last), k] for i in range(area.width // part)]
-
-
-def _promoted(problem, area, operands, scratch, tile, w_scales, done, steps, beneath):
-    """The product in float32, block after block of K; `beneath` runs while the first is computed.
-
-    Global memory answers about a step later, so the scales of the columns are read a step ahead: those of the first
-    step come from the tile before.
-
-    Returns: the product, and what `beneath` returned.
-    """
+def _promoted(problem, area, scratch, tile, done, steps, beneath):
+    """The product in float32, block after block of K; `beneath` runs while the first is computed."""
     blocks = problem.scheme == "block"
     part = _part(area) if blocks else area.width
-    parts = area.width // part
+    starts = range(0, area.width, part)
 
-    def block(k, w_scales, beneath=lambda: None):
-        """The parts of a block's product, scaled, the scales of the columns of the next block, and `beneath`'s."""
+    def scales_of(k, slot):
+        """The scales of the rows and of each part of the columns."""
+        rows = plgpu.load(scratch["x_scale"].at[slot, area.rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        lines = [(tile.column + area.column + start) // BLOCK - tile.column // BLOCK for start in starts]
+        scales = [rows * scratch["w_scale"][slot, line, lax.rem(k, SCALE_COLUMNS)] for line in lines]
+        # Orders these reads before the next copy into the stage.
+        plgpu.commit_smem()
+        return [lax.broadcast_in_dim(scale, (_WARPGROUP_ROWS, part), [0]) for scale in scales]
+
+    def block(k, beneath=lambda: None):
+        """The product of one block of K, in parts that have a scale."""
         slot = area.slot(done + k)
         plgpu.barrier_wait(scratch["full"].at[slot])
 
         def multiply(accumulator):
             area.wgmma(scratch, accumulator, slot)
-            x_scale = None
-            if blocks:
-                x_scale = plgpu.load(scratch["x_scale"].at[slot, area.rows], layout=plgpu.Layout.WGMMA.reduce(1))
-                # Orders this read before the next copy into the stage.
-                plgpu.commit_smem()
-            ahead = _column_scales(problem, area, operands, tile, jnp.minimum(k + 1, steps - 1))
-            returned = beneath()
-            return accumulator[...], x_scale, ahead, returned
+            scales = scales_of(k, slot) if blocks else None
+            beneath()
+            return accumulator[...], scales
 
-        product, x_scale, ahead, returned = pl.run_scoped(multiply, area.accumulator)
+        product, scales = pl.run_scoped(multiply, area.accumulator)
         plgpu.barrier_arrive(scratch["empty"].at[slot])
-        pieces = [product[:, i * part : (i + 1) * part] for i in range(parts)]
-        if blocks:
-            scales = [lax.broadcast_in_dim(x_scale * s, (_WARPGROUP_ROWS, part), [0]) for s in w_scales]
-            pieces = [piece * scale for piece, scale in zip(pieces, scales, strict=True)]
-        return pieces, ahead, returned
+        pieces = [product[:, start : start + part] for start in starts]
+        return [piece * scale for piece, scale in zip(pieces, scales, strict=True)] if blocks else pieces
 
-    def step(k, carry):
-        sums, w_scales = carry
-        pieces, w_scales, _ = block(k, w_scales)
-        return [a + b for a, b in zip(sums, pieces, strict=True)], w_scales
+    def step(k, sums):
+        return [a + b for a, b in zip(sums, block(k), strict=True)]
 
-    *first, returned = block(0, w_scales, beneath)
-    sums, _ = lax.fori_loop(1, steps, step, tuple(first))
-    return jnp.concatenate(sums, axis=1), returned
+    return jnp.concatenate(lax.fori_loop(1, steps, step, block(jnp.int32(0), beneath)), axis=1)
 
 
 def _accumulated(problem, area, scratch, done, steps):

@@ -46,7 +46,7 @@ INTERPRETED = [
     pytest.param("fp8 row", 200, 192, 256, Tiles(m=128, n=128, stages=2), marks=pytest.mark.slow),
     ("fp8 row", 7, 320, 384, Tiles(m=64, n=128, stages=2)),
     ("fp8 block", 136, 320, 384, Tiles(m=128, n=192, stages=2)),
-    ("fp8 block", 1, 256, 256, Tiles(m=64, n=128, stages=3)),
+    ("fp8 block", 1, 256, 640, Tiles(m=64, n=128, stages=3)),
     ("int8", 130, 192, 256, Tiles(m=128, n=256, stages=2)),
     pytest.param("bf16", 130, 192, 192, Tiles(m=128, n=64, stages=3), marks=pytest.mark.slow),
     pytest.param("fp8 row", 250, 192, 256, Tiles(m=128, n=64, stages=2, cluster=2), marks=pytest.mark.slow),
