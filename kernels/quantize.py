@@ -84,9 +84,8 @@ def swiglu_quantize(
 
 def _implementation(op: str, implementation: dispatch.Implementation | None, x: jax.Array, columns: int):
     """The module that quantises rows of `columns` numbers made of those of `x`."""
-    # Mosaic where it is asked for by name, until its times have been seen on a card.
     reason = mosaic.reason_against(x.shape[0], columns, x.dtype)
-    return mosaic if dispatch.choose(op, implementation or "reference", reason) == "mosaic" else reference
+    return mosaic if dispatch.choose(op, implementation, reason) == "mosaic" else reference
 
 
 def dequantize(q: jax.Array, scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Quantisation for Hopper through Pallas Mosaic GPU: one pass over memory, a warpgroup for each row.
+"""Quantisation for Hopper through Pallas Mosaic GPU: one pass over memory, a thread block of a warpgroup for each row.
 
 A row lies in the registers of the 128 threads from its first read to the last write, four neighbouring numbers to a
 thread at a time, so that the 128 numbers of a block belong to one warp.
@@ -16,8 +16,6 @@ from jaxinfer.kernels.reference.quantize import AMAX_FLOOR, BLOCK, scale_of
 _VECTOR, _THREADS = 4, 128
 _MOST = 18432
 """Numbers of a row that the registers hold."""
-_BLOCKS = 2**30
-"""Thread blocks at most, each with row after row where there are more rows."""
 
 
 def reason_against(rows: int, columns: int, dtype) -> str | None:
@@ -105,9 +103,8 @@ def _rows(prologue, operands, columns, scheme, dtype, power_of_two):
     operands = {name: a.reshape(-1, a.shape[-1] // columns, *row.shape) for name, a in operands.items()}
     rows = operands["x"].shape[0]
 
-    blocks = min(rows, _BLOCKS)
-
-    def one(operands, q, scales, index):
+    def body(operands, q, scales):
+        index = lax.axis_index("row")
         x = prologue(row, operands, index)
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=x.ndim - 1), AMAX_FLOOR)
         scale = scale_of(amax, dtype, power_of_two)
@@ -118,20 +115,14 @@ def _rows(prologue, operands, columns, scheme, dtype, power_of_two):
         else:
             scales[index] = scale
 
-    def body(operands, q, scales):
-        if blocks == rows:
-            one(operands, q, scales, lax.axis_index("block"))
-        else:
-            plgpu.nd_loop((rows,), collective_axes="block")(lambda info: one(operands, q, scales, info.index[0]))
-
     q, scales = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, *row.shape), dtype),
             jax.ShapeDtypeStruct((columns // BLOCK, rows) if row.blocks else (rows,), jnp.float32),
         ),
-        grid=(blocks,),
-        grid_names=("block",),
+        grid=(rows,),
+        grid_names=("row",),
         kernel_name="quantize",
     )(operands)
     return q.reshape(rows, columns), scales
