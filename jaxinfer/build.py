@@ -106,9 +106,12 @@ def _anchors(policy: Dense | Hybrid, source: ModelSource) -> Anchors | None:
 
 
 def _check_policy(policy: Dense | Hybrid, config: ModelConfig, rules: Rules, layout: Layout) -> None:
-    """Raises ValueError for a hybrid policy whose grid the pages or the mesh would cut."""
+    """Raises ValueError for a hybrid policy of other layers, or whose grid the pages or the mesh would cut."""
     if isinstance(policy, Dense):
         return
+    beyond = [end - 1 for _, end, _ in policy.layers if end > config.num_layers]
+    if beyond:
+        raise ValueError(f"expected layers of the attention policy below {config.num_layers}, got {beyond[0]}")
     for name in ("group", "query_block"):
         if layout.stripe % getattr(policy, name):
             raise ValueError(

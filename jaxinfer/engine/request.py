@@ -233,7 +233,6 @@ class RequestMetrics:
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    anchors: list[int] = field(default_factory=list)
 
     @property
     def queue_time(self) -> float | None:

@@ -56,11 +56,11 @@ class Runner:
         mesh: Mesh,
         tile_tokens: int,
     ):
-        self.capacity = capacity
+        self.config, self.precision, self.policy, self.capacity = config, precision, policy, capacity
         self.params, self.rope = params, rope
         self._cache_spec, self.cache = cache, allocate(cache)
         self._eos_ids = config.eos_token_ids
-        self._rules, self._mesh = rules, mesh
+        self.rules, self.mesh = rules, mesh
         self._batcher = Batcher(capacity, tile_tokens, policy, anchors)
         model = Transformer(config, precision, policy)
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
@@ -119,13 +119,13 @@ class Runner:
 
     def _put(self, batch: Any) -> Any:
         """One transfer of all arrays of a batch."""
-        specs = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), batch_specs(batch, self._rules))
+        specs = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch, self.rules))
         return jax.device_put(batch, specs)
 
     def _put_rows(self, arrays: Any) -> Any:
         """Arrays whose leading dimension is the replica."""
-        spec = self._rules.spec(("replica",), (self.capacity.replicas,))
-        return jax.device_put(arrays, NamedSharding(self._mesh, spec))
+        spec = self.rules.spec(("replica",), (self.capacity.replicas,))
+        return jax.device_put(arrays, NamedSharding(self.mesh, spec))
 
     def _run_prefill(self, packed: Packed) -> jax.Array:
         self.cache, hidden = self._programs.prefill(self.params, self.cache, self.rope, self._put(packed.batch))

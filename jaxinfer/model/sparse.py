@@ -112,7 +112,7 @@ def attend(
     policy: Hybrid,
     head_axes: tuple[str, ...],
     scale: float,
-) -> tuple[jax.Array, jax.Array, Cache]:
+) -> tuple[jax.Array, jax.Array, Cache, Selection]:
     """Attends the chunk's queries that do not read all, to what they select, one sequence after another.
 
     Args:
@@ -121,8 +121,8 @@ def attend(
         cache: with the chunk's latents and means.
         head_axes: mesh axes that divide the heads.
 
-    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, 0 and -inf for other queries; and the cache with what
-    the query blocks remember.
+    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, 0 and -inf for other queries; the cache with what the
+    query blocks remember; and what was selected, nothing for other query blocks.
     """
     tokens, heads, _ = q.shape
     queries = _queries(q, k_b, batch, cache.records.shape[1], policy)
@@ -130,7 +130,7 @@ def attend(
     records = cache.records.at[layer, queries.page, queries.slot].set(nothing, mode="drop")
 
     def of_segment(index, state):
-        out, lse, records = state
+        out, lse, records, chosen = state
         segment = batch.sparse.segments[index]
         mine = (batch.segments == segment) & (segment >= 0) & ~reads_all(batch.positions, policy)
         my_blocks = (queries.segments == segment) & (segment >= 0) & ~reads_all(queries.start, policy)
@@ -158,12 +158,26 @@ def attend(
         hot = _hot(gathered(records, policy.query_block), queries.start, first, end, num_blocks, policy)
         selection = _choose(found.masses, found.candidates, hot, policy)
         far = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
-        return *merge(out, lse, *merge(*near, *far)), records
+        chosen = jax.tree.map(lambda new, old: jnp.where(_over(my_blocks, new), new, old), selection, chosen)
+        return *merge(out, lse, *merge(*near, *far)), records, chosen
 
-    out = jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32)
-    lse = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
-    out, lse, records = lax.fori_loop(0, batch.sparse.count, of_segment, (out, lse, records))
-    return out, lse, cache._replace(records=records)
+    n, ranks = queries.start.shape[0], lax.axis_size(head_axes) if head_axes else 1
+    state = (
+        jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32),
+        jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        records,
+        Selection(
+            jnp.full((n, policy.hot_blocks), -1, jnp.int32),
+            jnp.full((n, policy.head_groups // ranks, policy.hot_blocks + policy.max_retrieved), -1, jnp.int32),
+        ),
+    )
+    out, lse, records, chosen = lax.fori_loop(0, batch.sparse.count, of_segment, state)
+    return out, lse, cache._replace(records=records), chosen
+
+
+def _over(mask: jax.Array, like: jax.Array) -> jax.Array:
+    """A mask `[n]` in the shape of an array `[n, ...]` it chooses from."""
+    return mask.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _queries(q: jax.Array, k_b: jax.Array, batch: PrefillBatch, pages: int, policy: Hybrid) -> Queries:

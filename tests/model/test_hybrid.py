@@ -48,10 +48,11 @@ def compare(attention: str, *others: tuple[str, int]) -> np.ndarray:
 
     Equal but for rounding: no selection flips here, for a flip shows far above it.
     """
-    with opened(attention) as llm:
+    layers = {"overrides": {"num_layers": 4}} if attention == MIXED else {}
+    with opened(attention, **layers) as llm:
         wanted, tokens = answers(llm, prompt(1900))
     for mesh, chunk in others:
-        with opened(attention, mesh, chunk, shard_dense_weights=mesh == "cp=8") as llm:
+        with opened(attention, mesh, chunk, shard_dense_weights=mesh == "cp=8", **layers) as llm:
             logits, continued = answers(llm, prompt(1900))
         np.testing.assert_allclose(logits, wanted, atol=2e-5, err_msg=f"{mesh} {chunk}")
         assert continued == tokens, (mesh, chunk)
@@ -113,6 +114,7 @@ def test_a_policy_is_a_value():
             128,
             "expected head_groups of the attention policy to be a multiple of the 2",
         ),
+        ("hybrid:2=dense", "", 128, "expected layers of the attention policy below 2, got 2"),
         ("sparse", "", 128, "expected an attention policy"),
     ],
 )

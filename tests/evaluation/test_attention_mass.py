@@ -1,0 +1,72 @@
+"""The captured softmax mass: shares add up, and follow from what is read."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.configs.attention import parse_policy
+from jaxinfer.evaluation.attention_mass import attention_mass, draw_mass
+from jaxinfer.kernels.selection.sources import SOURCES
+from jaxinfer.llm import LLM
+
+GRID = "window=64,anchor_gap=64,sinks=32,block=32,hot_epoch=64,dense_below=64,head_groups=2,voters=4"
+FEW = parse_policy(f"hybrid:{GRID},candidates=6,retrieve_blocks=2,hot_blocks=2,3=dense")
+LAYERS = {"num_layers": 4}
+ROWS = (40, 200, 333, 599)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(model="tiny-random", overrides=LAYERS, max_context=1024, chunk_size=64, max_num_seqs=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return np.random.default_rng(0).integers(0, 256, 600).tolist()
+
+
+def test_shares_add_up_and_follow_the_policy(llm: LLM, ids: list[int]):
+    mass = attention_mass(llm, ids, ROWS, policy=FEW)
+    assert mass.shares.shape == (4, len(ROWS), 4, len(SOURCES)) and mass.best.shape == (4, len(ROWS), 4)
+    np.testing.assert_allclose(mass.shares.sum(axis=-1), 1, atol=1e-5)
+    share = {name: mass.shares[..., i] for i, name in enumerate(SOURCES)}
+    # The first row reads all, as the dense layer does.
+    for whole in (share["window"][:, 0], share["window"][3]):
+        np.testing.assert_allclose(whole, 1, atol=1e-5)
+    for name in ("sinks", "anchors", "hot", "retrieved", "missed"):
+        assert (share[name][:3, 2:] > 0).all() or name == "hot", name
+    assert share["hot"].max() > 0
+    far = share["missed"] + share["hot"] + share["retrieved"]
+    assert (mass.best <= far + 1e-5).all()
+    # As many blocks, chosen for the query alone by the mass of the group of heads, hold no less for the group.
+    by_group = [
+        array.reshape(4, len(ROWS), 2, 2).sum(axis=-1) for array in (mass.best, share["hot"] + share["retrieved"])
+    ]
+    assert (by_group[0] >= by_group[1] - 1e-5).all()
+
+
+def test_budgets_for_everything_miss_nothing(llm: LLM, ids: list[int]):
+    policy = parse_policy(f"hybrid:{GRID},candidates=24,retrieve_blocks=20,hot_blocks=2")
+    mass = attention_mass(llm, ids, ROWS, layers=[2], policy=policy)
+    np.testing.assert_allclose(mass.shares[..., SOURCES.index("missed")], 0, atol=1e-6)
+    row = mass.by_source()[0]
+    assert row["layer"] == 2 and row["read of far"] == pytest.approx(1, abs=1e-5)
+
+
+def test_table_and_picture(llm: LLM, ids: list[int], tmp_path):
+    mass = attention_mass(llm, ids, ROWS, layers=[0, 2], policy=FEW)
+    lines = mass.markdown().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("| layer | missed | sinks |") and lines[3].startswith("| 2 | ")
+    draw_mass(mass, tmp_path / "mass.png")
+    assert (tmp_path / "mass.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_refused(llm: LLM, ids: list[int]):
+    for arguments, words in (
+        ({"rows": [600], "policy": FEW}, "expected rows from 0 to 599"),
+        ({"rows": [], "policy": FEW}, "expected rows from 0 to 599"),
+        ({"rows": [3], "policy": FEW, "layers": [4]}, "expected layers from 0 to 3"),
+        ({"rows": [3]}, "expected a hybrid policy"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention_mass(llm, ids, **arguments)
