@@ -35,7 +35,7 @@ def mla_decode(
         lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`; what lies beyond may be NaN.
         kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
-        implementation: None chooses (see `dispatch`); with a quantised cache, the reference.
+        implementation: None chooses (see `dispatch`).
 
     Returns: output `[B, T, H, kv_rank]`, the attended latent, and log-sum-exp `[B, T, H]`, both float32; a token
     without keys has 0 and -inf.
@@ -44,7 +44,6 @@ def mla_decode(
     arguments = q, cache, layer, page_table, lengths
     if isinstance(cache, QuantizedLatents):
         kernel, reason = mosaic_int8, mosaic_int8.reason_against(q, cache, kv_rank)
-        implementation = implementation or "reference"  # Mosaic's has not run on a card yet.
     else:
         kernel, reason = mosaic, mosaic.reason_against(q, cache, kv_rank)
     if dispatch.choose("mla_decode", implementation, reason) == "reference":

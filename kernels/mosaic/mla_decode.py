@@ -1,8 +1,7 @@
 """`mla_decode` for Hopper through Pallas Mosaic GPU.
 
-A persistent grid; each thread block attends 64 rows (heads, or heads of several tokens) to a stretch of the line of
-all sequences' key tiles, laid end to end and cut into equal parts on the device (the schedule of FlashMLA and
-FlashInfer).  A sequence that is cut leaves partial results, which a second small kernel merges by log-sum-exp.
+A persistent grid; each thread block attends 64 rows (heads, or heads of several tokens) to a part of the line of all
+sequences' key tiles (see `decode_parts`).
 
 Three warpgroups.  One holds the queries in registers, computes scores and softmax, and hands the weights through
 shared memory to the other two, which hold the output, half of its columns each.  A tile of keys lies in shared memory
@@ -12,6 +11,7 @@ copying, and its registers hold the queries.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -20,37 +20,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-TILE = 64
-"""Keys of a tile; also rows of a thread block, as a warpgroup's matrix product has them."""
+from jaxinfer.kernels.mosaic import decode_parts as parts
+from jaxinfer.kernels.mosaic.decode_parts import TILE
+
 _STAGES = 3
 _ROPE_STAGES = 2
 _SCORE_REGISTERS = 184
 _VALUE_REGISTERS = 160
 _SCORES = 2
-_UNROLL = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What the kernels are compiled for."""
-
-    batch: int
-    tokens: int
-    heads: int
-    rank: int
-    rope: int
-    parts: int
-    scale: float
-    dtype: jnp.dtype
-
-    @property
-    def rows(self) -> int:
-        """Rows of a sequence, padded to whole blocks."""
-        return -(-self.tokens * self.heads // TILE) * TILE
-
-    @property
-    def half(self) -> int:
-        return self.rank // 2
 
 
 def reason_against(q: jax.Array, cache: jax.Array, kv_rank: int) -> str | None:
@@ -66,33 +43,11 @@ def reason_against(q: jax.Array, cache: jax.Array, kv_rank: int) -> str | None:
     return None
 
 
-def schedule(lengths: jax.Array, parts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts the line of all sequences' tiles into parts of equal length, but never just beside a sequence's end.
-
-    Args:
-        lengths: int32 `[B]`, keys of each sequence.  One without keys gets a tile that is masked throughout.
-
-    Returns: int32 `[B + 1]`, the tile of the line where each sequence begins; int32 `[parts + 1]`, where each part
-    begins; int32 `[parts]`, the sequence that part begins in (of an empty part at the end of the line, the last).
-    """
-    tiles = jnp.maximum(1, (lengths + TILE - 1) // TILE)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    begins = jnp.concatenate((jnp.zeros(1, jnp.int32), ends))
-    total = ends[-1]
-    part = jnp.arange(parts + 1, dtype=jnp.int32)
-    even = part * (total // parts) + jnp.minimum(part, total % parts)
-    distance = jnp.abs(even[:, None] - begins[None])
-    nearest = jnp.argmin(distance, axis=1)
-    cuts = jnp.where(jnp.min(distance, axis=1) * 16 <= total // parts, begins[nearest], even)
-    first = jnp.sum(ends[None] <= cuts[:-1, None], axis=1, dtype=jnp.int32)
-    return begins, cuts, jnp.minimum(first, lengths.shape[0] - 1)
-
-
 def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors):
     """See `jaxinfer.kernels.mla_decode`; `multiprocessors` is the number of thread blocks that run at a time."""
     batch, tokens, heads, dim = q.shape
     layers, pages, page_size, _ = cache.shape
-    shape = _Shape(
+    shape = parts.Shape(
         batch=batch,
         tokens=tokens,
         heads=heads,
@@ -104,7 +59,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
     )
     blocks = shape.rows // TILE
     shape = dataclasses.replace(shape, parts=max(1, multiprocessors // blocks))
-    begins, cuts, first = schedule(lengths, shape.parts)
+    begins, cuts, first = parts.schedule(lengths, shape.parts)
     q = q.reshape(batch, tokens * heads, dim)
     operands = {
         "q": jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0))),
@@ -117,7 +72,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         "first": first,
     }
     out, lse = _attend(shape, page_size // TILE, operands)
-    out, lse = _merge(shape, operands, out, lse)
+    out, lse = parts.merge(shape, operands, out, lse)
     out, lse = out[:batch, : tokens * heads], lse[:batch, : tokens * heads]
     return out.reshape(batch, tokens, heads, kv_rank), lse.reshape(batch, tokens, heads)
 
@@ -125,9 +80,9 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
 def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
     scratch = {
-        "values": _tiles((2, _STAGES, TILE, shape.half), shape.dtype),
-        "rope": _tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
-        "q": _tiles((TILE, TILE + shape.rope), shape.dtype),
+        "values": parts.tiles((2, _STAGES, TILE, shape.half), shape.dtype),
+        "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
+        "q": parts.tiles((TILE, TILE + shape.rope), shape.dtype),
         "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
         "inverse": plgpu.SMEM((TILE,), jnp.float32),
         "q_full": plgpu.Barrier(),
@@ -158,15 +113,9 @@ def _attend(shape, tiles_per_page, operands):
         num_threads=3,
         thread_name="wg",
         kernel_name="mla_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(operands)
-
-
-def _tiles(shape, dtype):
-    columns = 128 // dtype.itemsize
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
@@ -182,52 +131,6 @@ def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
 
     # Two branches of one: the assembler keeps to the limits only where no path leads from one role into the other.
     lax.cond(warpgroup == _SCORES, scores, values)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """The part of a sequence that a thread block attends to."""
-
-    sequence: jax.Array
-    start: jax.Array
-    """First tile of the piece, counted in the sequence."""
-    tiles: jax.Array
-    clear: jax.Array
-    """How many of the tiles, from the first, are seen whole by all rows."""
-    result: jax.Array
-    """The row of the results where this piece belongs."""
-    length: jax.Array
-
-
-def _pieces(shape, operands, init, function):
-    """Calls `function(piece, state)` for the pieces of this thread block in order."""
-    part = lax.axis_index("part")
-    begin, end = operands["cuts"][part], operands["cuts"][part + 1]
-
-    def condition(state):
-        return (begin < end) & (operands["begins"][state[0]] < end)
-
-    def step(sequence, state):
-        first, last = operands["begins"][sequence], operands["begins"][sequence + 1]
-        start, stop = jnp.maximum(begin, first), jnp.minimum(end, last)
-        whole = (start == first) & (stop == last)
-        partial = shape.batch + 2 * part + jnp.where(start == first, 1, 0)
-        length = operands["lengths"][sequence]
-        clear = lax.div(jnp.maximum(length - (shape.tokens - 1), 0), TILE) - (start - first)
-        piece = _Piece(
-            sequence=sequence,
-            start=start - first,
-            tiles=stop - start,
-            clear=jnp.clip(clear, 0, stop - start),
-            result=jnp.where(whole, sequence, partial),
-            length=length,
-        )
-        return function(piece, state)
-
-    def body(state):
-        return state[0] + 1, step(state[0], state[1])
-
-    return lax.while_loop(condition, body, (operands["first"][part], init))[1]
 
 
 def _scores(shape, operands, lse, scratch):
@@ -278,12 +181,14 @@ def _scores(shape, operands, lse, scratch):
                 plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32),
             )
             if masked:
-                scores = jnp.where(_seen(shape, piece, index), scores, -jnp.inf)
+                scores = jnp.where(parts.seen(shape, piece, index), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1) * shape.scale)
             # A row that has seen no key yet would subtract infinity from infinity.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
             weights = jnp.exp2(scores * shape.scale - lax.broadcast_in_dim(shift, scores.shape, [0]))
             factor = jnp.exp2(top - shift)
+            # No warp overwrites what another still reads.
+            plgpu.commit_smem()
             scratch["rope"].at[rope_slot][...] = weights.astype(shape.dtype)
             scratch["factor"].at[rope_slot][...] = factor
             plgpu.commit_smem()
@@ -310,24 +215,12 @@ def _scores(shape, operands, lse, scratch):
         def _():
             plgpu.barrier_wait(scratch["inverse_empty"])
 
-    _, finished = _pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
+    _, finished = parts.pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
     inverse_read(finished)
 
 
 def _slots(done):
     return lax.rem(done, jnp.int32(_STAGES)), lax.rem(done, jnp.int32(_ROPE_STAGES))
-
-
-def _seen(shape, piece, index):
-    """Which keys of the tile each row may see: those up to its own token's."""
-    layout = plgpu.Layout.WGMMA
-    key = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
-    limit = piece.length - (piece.start + index) * TILE
-    if shape.tokens == 1:
-        return key < limit
-    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout) + lax.axis_index("block") * TILE
-    token = jnp.minimum(lax.div(row, jnp.int32(shape.heads)), shape.tokens - 1)
-    return key < limit - (shape.tokens - 1) + token
 
 
 def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
@@ -337,17 +230,11 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
     columns = pl.ds(pl.multiple_of(warpgroup * shape.half, TILE), shape.half)
     rows = pl.ds(lax.axis_index("block") * TILE, TILE)
 
-    def source(position, sequence):
-        """Where the tile at a position of the line lies in the cache, and its sequence: the given one or the next."""
-        sequence = jnp.where(position >= operands["begins"][sequence + 1], sequence + 1, sequence)
-        index = position - operands["begins"][sequence]
-        page = operands["page_table"][sequence, lax.div(index, jnp.int32(tiles_per_page))]
-        tile = operands["layer_tile"][0] + page * tiles_per_page + lax.rem(index, jnp.int32(tiles_per_page))
-        return jnp.clip(tile, 0, operands["cache"].shape[0] - 1), sequence
+    def locate(number, sequence):
+        return parts.locate(operands["cache"].shape[0], tiles_per_page, operands, number, sequence)
 
-    def copy_values(number, sequence):
+    def copy_values(number, tile):
         """Copies this warpgroup's columns of the thread block's tile of that number, if it has so many."""
-        tile, sequence = source(jnp.minimum(begin + number, end - 1), sequence)
         slot = _slots(number)[0]
 
         @pl.when(begin + number < end)
@@ -355,10 +242,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
             target = scratch["values"].at[warpgroup, slot]
             plgpu.copy_gmem_to_smem(operands["cache"].at[tile, :, columns], target, scratch["values_full"].at[slot])
 
-        return sequence
-
-    def copy_rope(number, sequence):
-        tile, sequence = source(jnp.minimum(begin + number, end - 1), sequence)
+    def copy_rope(number, tile):
         slot = _slots(number)[1]
 
         @pl.when(begin + number < end)
@@ -366,14 +250,14 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
             rope = operands["cache"].at[tile, :, pl.ds(shape.rank, shape.rope)]
             plgpu.copy_gmem_to_smem(rope, scratch["rope"].at[slot], scratch["rope_full"].at[slot])
 
-        return sequence
-
     second = warpgroup == 1
-    of_values = of_rope = operands["first"][part]
-    for number in range(_STAGES):
-        of_values = copy_values(jnp.int32(number), of_values)
-    for number in range(_ROPE_STAGES):
-        of_rope = lax.cond(second, copy_rope, lambda number, sequence: sequence, jnp.int32(number), of_rope)
+    sequence, ahead = operands["first"][part], ()
+    for number in map(jnp.int32, range(_STAGES)):
+        tile, sequence = locate(number, sequence)
+        copy_values(number, tile)
+        if len(ahead) < _ROPE_STAGES:
+            pl.when(second)(functools.partial(copy_rope, number, tile))
+        ahead = *ahead, tile
 
     def piece_values(piece, state):
         def attended(accumulator):
@@ -381,17 +265,18 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 factor = plgpu.load(factor, layout=plgpu.Layout.WGMMA.reduce(1))
                 return accumulator[...] * lax.broadcast_in_dim(factor, (TILE, shape.half), [0])
 
-            def refill_rope(done, slot, sequence):
+            def refill_rope(done, slot, tile):
                 plgpu.barrier_wait(scratch["rope_empty"].at[slot])
-                return copy_rope(done + _ROPE_STAGES, sequence)
+                copy_rope(done + _ROPE_STAGES, tile)
 
-            def leave_rope(done, slot, sequence):
+            def leave_rope(done, slot, tile):
                 plgpu.barrier_arrive(scratch["rope_empty"].at[slot])
-                return sequence
 
             def tile(index, state, masked):
-                done, of_values, of_rope = state
+                done, sequence, ahead = state
                 slot, rope_slot = _slots(done)
+                # The page table is read while there is nothing to multiply yet.
+                next_tile, sequence = locate(done + _STAGES, sequence)
                 plgpu.barrier_wait(scratch["values_full"].at[slot])
                 plgpu.barrier_wait(scratch["weights_full"].at[rope_slot])
                 values = scratch["values"].at[warpgroup, slot]
@@ -402,9 +287,9 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 plgpu.wgmma_wait(0)
                 # Orders the reads of all four warps before the next copies into the stages.
                 plgpu.commit_smem()
-                of_values = copy_values(done + _STAGES, of_values)
-                of_rope = lax.cond(second, refill_rope, leave_rope, done, rope_slot, of_rope)
-                return done + 1, of_values, of_rope
+                copy_values(done + _STAGES, next_tile)
+                lax.cond(second, refill_rope, leave_rope, done, rope_slot, ahead[0])
+                return done + 1, sequence, (*ahead[1:], next_tile)
 
             result = lax.fori_loop(0, piece.clear, lambda i, s: tile(i, s, False), state)
             result = lax.fori_loop(piece.clear, piece.tiles, lambda i, s: tile(i, s, True), result)
@@ -415,7 +300,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
 
         return pl.run_scoped(attended, plgpu.WGMMAAccumulatorRef((TILE, shape.half), jnp.float32))
 
-    _pieces(shape, operands, (jnp.int32(0), of_values, of_rope), piece_values)
+    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)
 
 
 def _silence(piece, index, values):
@@ -430,67 +315,3 @@ def _silence(piece, index, values):
             key = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=plgpu.Layout.WGMMA)
             block[...] = jnp.where(key < limit, plgpu.load(block, layout=plgpu.Layout.WGMMA), 0)
         plgpu.commit_smem()
-
-
-def _merge(shape, operands, out, lse):
-    """Merges the partial results of each sequence that was cut, in place."""
-
-    def body(operands, out, lse):
-        cut = lax.axis_index("cut") + 1
-        row = lax.axis_index("row")
-        position = operands["cuts"][cut]
-        sequence = operands["first"][cut]
-        begin, end = operands["begins"][sequence], operands["begins"][sequence + 1]
-
-        # The first cut inside a sequence merges all of it.
-        @pl.when((begin < position) & (position < end) & (operands["cuts"][cut - 1] <= begin))
-        def _():
-            def count(state):
-                return operands["cuts"][state] < end
-
-            last = lax.while_loop(count, lambda index: index + 1, cut)
-            pieces = last - cut + 1
-
-            def result(index):
-                index = jnp.minimum(index, pieces - 1)
-                return shape.batch + 2 * (cut - 1 + index) + jnp.where(index == 0, 1, 0)
-
-            def chunk(function, init):
-                def step(number, state):
-                    for offset in range(_UNROLL):
-                        state = function(number * _UNROLL + offset, state)
-                    return state
-
-                return lax.fori_loop(0, lax.div(pieces + _UNROLL - 1, _UNROLL), step, init)
-
-            def largest(index, top):
-                return jnp.maximum(top, lse[result(index), row])
-
-            top = chunk(largest, jnp.float32(-jnp.inf))
-            shift = jnp.where(top == -jnp.inf, 0.0, top)
-
-            def add(index, state):
-                total, merged = state
-                piece = result(index)
-                weight = jnp.where(index < pieces, jnp.exp(lse[piece, row] - shift), 0.0)
-                return total + weight, merged + weight * out[piece, row]
-
-            total, merged = chunk(add, (jnp.float32(0), jnp.zeros((shape.rank,), jnp.float32)))
-            empty = total == 0.0
-            divisor = jnp.where(empty, 1.0, total)
-            out[sequence, row] = merged / divisor
-            lse[sequence, row] = jnp.where(empty, -jnp.inf, shift + jnp.log(divisor))
-
-    if shape.parts == 1:
-        return out, lse
-    out, lse = jax.new_ref(out), jax.new_ref(lse)
-    operands = {name: operands[name] for name in ("begins", "cuts", "first")}
-    plgpu.kernel(
-        body,
-        grid=(shape.tokens * shape.heads, shape.parts - 1),
-        grid_names=("row", "cut"),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="mla_decode_merge",
-    )(operands, out, lse)
-    return jax.freeze(out), jax.freeze(lse)

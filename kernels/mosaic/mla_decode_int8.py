@@ -6,6 +6,7 @@ be V: the value warpgroups make bfloat16 of it, exactly, and the weights of the 
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
-from jaxinfer.kernels.mosaic import mla_decode as plain
-from jaxinfer.kernels.mosaic.mla_decode import TILE
+from jaxinfer.kernels.mosaic import decode_parts as parts
+from jaxinfer.kernels.mosaic.decode_parts import TILE
 
 _STAGES = 4
 _ROPE_STAGES = 2
@@ -44,7 +45,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
     """See `jaxinfer.kernels.mla_decode`; `multiprocessors` is the number of thread blocks that run at a time."""
     batch, tokens, heads, dim = q.shape
     layers, pages, page_size, rope = cache.rope.shape
-    shape = plain._Shape(
+    shape = parts.Shape(
         batch=batch,
         tokens=tokens,
         heads=heads,
@@ -55,7 +56,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         dtype=cache.rope.dtype,
     )
     shape = dataclasses.replace(shape, parts=max(1, multiprocessors // (shape.rows // TILE)))
-    begins, cuts, first = plain.schedule(lengths, shape.parts)
+    begins, cuts, first = parts.schedule(lengths, shape.parts)
     q = q.reshape(batch, tokens * heads, dim)
     q = jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0)))
     latent, q_scale = quantize_latents(q[..., :kv_rank], 1, jnp.int8)
@@ -76,7 +77,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         "first": first,
     }
     out, lse = _attend(shape, tiles_per_page, operands)
-    out, lse = plain._merge(shape, operands, out, lse)
+    out, lse = parts.merge(shape, operands, out, lse)
     out, lse = out[:batch, : tokens * heads], lse[:batch, : tokens * heads]
     return out.reshape(batch, tokens, heads, kv_rank), lse.reshape(batch, tokens, heads)
 
@@ -84,10 +85,10 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
 def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
     scratch = {
-        "values": plain._tiles((2, _STAGES, TILE, shape.half), jnp.dtype(jnp.int8)),
-        "wide": plain._tiles((2, TILE, shape.half), shape.dtype),
-        "rope": plain._tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
-        "q_rope": plain._tiles((TILE, shape.rope), shape.dtype),
+        "values": parts.tiles((2, _STAGES, TILE, shape.half), jnp.dtype(jnp.int8)),
+        "wide": parts.tiles((2, TILE, shape.half), shape.dtype),
+        "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
+        "q_rope": parts.tiles((TILE, shape.rope), shape.dtype),
         "scale": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
         "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
         "inverse": plgpu.SMEM((TILE,), jnp.float32),
@@ -119,7 +120,8 @@ def _attend(shape, tiles_per_page, operands):
         num_threads=3,
         thread_name="wg",
         kernel_name="mla_decode_int8",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(operands)
 
 
@@ -190,13 +192,15 @@ def _scores(shape, operands, lse, scratch):
             scores = exact.astype(jnp.float32) * lax.broadcast_in_dim(q_scale, (TILE, TILE), [0]) * k_scale
             scores = scores + rope * shape.scale
             if masked:
-                seen = plain._seen(shape, piece, index)
+                seen = parts.seen(shape, piece, index)
                 scores, k_scale = jnp.where(seen, scores, -jnp.inf), jnp.where(seen, k_scale, 0.0)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             # A row that has seen no key yet would subtract infinity from infinity.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
             weights = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
             factor = jnp.exp2(top - shift)
+            # No warp overwrites what another still reads.
+            plgpu.commit_smem()
             scratch["rope"].at[rope_slot][...] = (weights * k_scale).astype(shape.dtype)
             scratch["factor"].at[rope_slot][...] = factor
             plgpu.commit_smem()
@@ -216,7 +220,7 @@ def _scores(shape, operands, lse, scratch):
         plgpu.barrier_arrive(scratch["inverse_full"])
         return done, finished + 1
 
-    _, finished = plain._pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
+    _, finished = parts.pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
     inverse_read(finished)
 
 
@@ -227,17 +231,11 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
     columns = pl.ds(pl.multiple_of(warpgroup * shape.half, _COLUMNS), shape.half)
     rows = pl.ds(lax.axis_index("block") * TILE, TILE)
 
-    def source(position, sequence):
-        """Where the tile at a position of the line lies in the cache, and its sequence: the given one or the next."""
-        sequence = jnp.where(position >= operands["begins"][sequence + 1], sequence + 1, sequence)
-        index = position - operands["begins"][sequence]
-        page = operands["page_table"][sequence, lax.div(index, jnp.int32(tiles_per_page))]
-        tile = operands["layer_tile"][0] + page * tiles_per_page + lax.rem(index, jnp.int32(tiles_per_page))
-        return jnp.clip(tile, 0, operands["values"].shape[0] - 1), sequence
+    def locate(number, sequence):
+        return parts.locate(operands["values"].shape[0], tiles_per_page, operands, number, sequence)
 
-    def copy_values(number, sequence):
+    def copy_values(number, tile):
         """Copies this warpgroup's columns of the thread block's tile of that number, if it has so many."""
-        tile, sequence = source(jnp.minimum(begin + number, end - 1), sequence)
         slot = _slots(number)[0]
 
         @pl.when(begin + number < end)
@@ -245,10 +243,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
             target = scratch["values"].at[warpgroup, slot]
             plgpu.copy_gmem_to_smem(operands["values"].at[tile, :, columns], target, scratch["values_full"].at[slot])
 
-        return sequence
-
-    def copy_rope(number, sequence):
-        tile, sequence = source(jnp.minimum(begin + number, end - 1), sequence)
+    def copy_rope(number, tile):
         slot = _slots(number)[1]
 
         @pl.when(begin + number < end)
@@ -256,14 +251,14 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
             for name in ("rope", "scale"):
                 plgpu.copy_gmem_to_smem(operands[name].at[tile], scratch[name].at[slot], scratch["rope_full"].at[slot])
 
-        return sequence
-
     second = warpgroup == 1
-    of_values = of_rope = operands["first"][part]
-    for number in range(_STAGES):
-        of_values = copy_values(jnp.int32(number), of_values)
-    for number in range(_ROPE_STAGES):
-        of_rope = lax.cond(second, copy_rope, lambda number, sequence: sequence, jnp.int32(number), of_rope)
+    sequence, ahead = operands["first"][part], ()
+    for number in map(jnp.int32, range(_STAGES)):
+        tile, sequence = locate(number, sequence)
+        copy_values(number, tile)
+        if len(ahead) < _ROPE_STAGES:
+            pl.when(second)(functools.partial(copy_rope, number, tile))
+        ahead = *ahead, tile
 
     def widen(slot):
         """This warpgroup's part of the tile in bfloat16."""
@@ -279,29 +274,30 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 factor = plgpu.load(factor, layout=plgpu.Layout.WGMMA.reduce(1))
                 return accumulator[...] * lax.broadcast_in_dim(factor, (TILE, shape.half), [0])
 
-            def refill_rope(done, slot, sequence):
+            def refill_rope(done, slot, tile):
                 plgpu.barrier_wait(scratch["rope_empty"].at[slot])
-                return copy_rope(done + _ROPE_STAGES, sequence)
+                copy_rope(done + _ROPE_STAGES, tile)
 
-            def leave_rope(done, slot, sequence):
+            def leave_rope(done, slot, tile):
                 plgpu.barrier_arrive(scratch["rope_empty"].at[slot])
-                return sequence
 
             def tile(_, state):
-                done, of_values, of_rope = state
+                done, sequence, ahead = state
                 slot, rope_slot = _slots(done)
                 plgpu.barrier_wait(scratch["values_full"].at[slot])
                 widen(slot)
+                # The page table is read while there is nothing to multiply yet.
+                next_tile, sequence = locate(done + _STAGES, sequence)
                 plgpu.barrier_wait(scratch["weights_full"].at[rope_slot])
                 # The scores are done with this tile.
-                of_values = copy_values(done + _STAGES, of_values)
+                copy_values(done + _STAGES, next_tile)
                 accumulator[...] = scaled(scratch["factor"].at[rope_slot])
                 plgpu.wgmma(accumulator, scratch["rope"].at[rope_slot], scratch["wide"].at[warpgroup])
                 plgpu.wgmma_wait(0)
                 # Orders the reads of all four warps before the next copies into the stages.
                 plgpu.commit_smem()
-                of_rope = lax.cond(second, refill_rope, leave_rope, done, rope_slot, of_rope)
-                return done + 1, of_values, of_rope
+                lax.cond(second, refill_rope, leave_rope, done, rope_slot, ahead[0])
+                return done + 1, sequence, (*ahead[1:], next_tile)
 
             result = lax.fori_loop(0, piece.tiles, tile, state)
             plgpu.barrier_wait(scratch["inverse_full"])
@@ -311,4 +307,4 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
 
         return pl.run_scoped(attended, plgpu.WGMMAAccumulatorRef((TILE, shape.half), jnp.float32))
 
-    plain._pieces(shape, operands, (jnp.int32(0), of_values, of_rope), piece_values)
+    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.kernels.mla_decode import mla_decode
+from jaxinfer.kernels.mosaic import decode_parts
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from tests.kernels.interpreter import interpreted
 from tests.kernels.products import lower_for_cuda
@@ -71,7 +72,7 @@ def test_tokens_see_no_later_key():
 @pytest.mark.parametrize("parts", [1, 5, 66, 132])
 @pytest.mark.parametrize("lengths", [[0], [1, 524288, 70, 0, 4096], [4096] * 128, list(range(0, 6400, 50))])
 def test_schedule_covers_every_tile_and_balances(lengths: list[int], parts: int):
-    begins, cuts, first = (np.asarray(x) for x in mosaic.schedule(jnp.asarray(lengths, jnp.int32), parts))
+    begins, cuts, first = (np.asarray(x) for x in decode_parts.schedule(jnp.asarray(lengths, jnp.int32), parts))
     tiles = np.maximum(1, -(-np.asarray(lengths) // 64))
     np.testing.assert_array_equal(np.diff(begins), tiles)
     assert cuts[0] == 0 and cuts[-1] == tiles.sum() and np.all(np.diff(cuts) >= 0)
