@@ -1,11 +1,12 @@
 """Checks and times the decode attention on one Hopper GPU: `python -m tests.gpu.check_mla_decode [--out DIR]`.
 
-Cases run in processes of their own (see `workers`): first those that compare with the reference in float32, several at
-a time, then times, one at a time while the next are compiled, beside the figures of FlashMLA.  Prints a table last, and
-writes all answers as JSON.  Exits with 1 if a bound is broken.
+Cases run in processes of their own (see `workers`), which compile side by side and take turns on the GPU: those that
+compare with the reference in float32, and times of the kernels for several layers, beside the figures of FlashMLA.
+Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is broken.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -19,15 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.bench.timing import alone
+from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.configs.kv_format import FORMATS
 from jaxinfer.kernels.latents import Latents, QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
 from jaxinfer.kernels.reference import mla_decode as reference
 from tests.gpu import workers
-from tests.gpu.clock import LOCK, alone, seconds_of_host, seconds_of_kernels
 
 MODULE = "tests.gpu.check_mla_decode"
+LOCK = "CHECK_GPU_LOCK"
+"""Environment variable with the path of the lock that all workers share."""
+HELD_SECONDS = 25
+REPEATS = 16
 RANK, ROPE = 512, 64
 DIM = RANK + ROPE
 SCALE = 0.07
@@ -107,23 +113,31 @@ def check(name: str, kv: str = "bf16") -> dict:
     batch, tokens, heads, page_size, spec = CHECKED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
-    latents = jax.random.normal(jax.random.key(0), (pages, page_size, DIM), jnp.bfloat16)
-    # What is beyond the lengths, and the other layer, is NaN.
     written = np.zeros((pages, page_size), bool)
     for row, length in enumerate(lengths):
         for page in range(-(-int(length) // page_size)):
             written[table[row, page]] = np.arange(page_size) + page * page_size < length
-    latents = jnp.where(jnp.asarray(written)[..., None], latents, jnp.nan).astype(jnp.bfloat16)
-    cache = as_format(jnp.stack((jnp.full_like(latents, jnp.nan), latents)), kv)
-    q = jax.random.normal(jax.random.key(1), (batch, tokens, heads, DIM), jnp.float32).astype(jnp.bfloat16)
-    arguments = cache, jnp.int32(1), jnp.asarray(table), jnp.asarray(lengths)
-    kernel = jax.jit(kernel_of(kv))
-    runs = [jax.block_until_ready(kernel(q, *arguments)) for _ in range(3)]
-    out, lse = (np.asarray(x) for x in runs[0])
+
+    def operands(written):
+        """What is beyond the lengths, and the other layer, is NaN."""
+        latents = jax.random.normal(jax.random.key(0), (pages, page_size, DIM), jnp.bfloat16)
+        latents = jnp.where(written[..., None], latents, jnp.nan).astype(jnp.bfloat16)
+        q = jax.random.normal(jax.random.key(1), (batch, tokens, heads, DIM), jnp.float32).astype(jnp.bfloat16)
+        return q, as_format(jnp.stack((jnp.full_like(latents, jnp.nan), latents)), kv), jnp.int32(1)
+
+    def exact(q, *rest):
+        with jax.default_matmul_precision("highest"):
+            return reference.mla_decode(q.astype(jnp.float32), *rest, kv_rank=RANK, scale=SCALE)
+
+    places = table, lengths
+    make = jax.jit(operands).lower(written).compile()
+    kernel, exact = (jax.jit(f).lower(*make.out_info, *places).compile() for f in (kernel_of(kv), exact))
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        arguments = *make(written), *places
+        runs = [jax.device_get(kernel(*arguments)) for _ in range(3)]
+        wanted, wanted_lse = jax.device_get(exact(*arguments))
+    out, lse = runs[0]
     same = all(np.array_equal(run[0], out, equal_nan=True) and np.array_equal(run[1], lse) for run in runs[1:])
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(functools.partial(reference.mla_decode, kv_rank=RANK, scale=SCALE))
-        wanted, wanted_lse = (np.asarray(x) for x in exact(q.astype(jnp.float32), *arguments))
     error = float(np.linalg.norm(out - wanted) / max(np.linalg.norm(wanted), 1e-30))
     empty = np.isneginf(wanted_lse)
     lse_error = float(np.max(np.abs(lse - wanted_lse)[~empty], initial=0.0))
@@ -139,10 +153,7 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
     layers = 2 if spec == "uneven" or batch == 1 else 3
-    run = kernel_of(kv, processors)
-
-    def whole(q, cache, table, lengths):
-        return [run(q, cache, jnp.int32(layer), table, lengths) for layer in range(layers)]
+    whole = layers_of(kernel_of(kv, processors), layers)
 
     def operands():
         rows = layers, pages, page_size
@@ -154,24 +165,35 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
         return q, QuantizedLatents(values, rope, scale)
 
     make = jax.jit(operands).lower().compile()
-    places = jnp.asarray(table), jnp.asarray(lengths)
-    program = jax.jit(whole).lower(*jax.eval_shape(operands), *places).compile()
-    with alone():
-        arguments = *make(), *places
-        kernels = seconds_of_kernels(program, *arguments)
-        took = seconds_of_host(program, *arguments) / layers
-    merging = sum(seconds for kernel, seconds in kernels.items() if "merge" in kernel) / layers
-    attending = sum(seconds for kernel, seconds in kernels.items() if "mla_decode" in kernel) / layers - merging
-    others = sum(kernels.values()) / layers - attending - merging
+    program = jax.jit(whole).lower(*make.out_info, table, lengths).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        arguments = *make(), jnp.asarray(table), jnp.asarray(lengths)
+        timing = time_of(lambda _: program(*arguments), jax.block_until_ready, REPEATS)
+    attending, merging, others = (sum(found) / layers for found in parts_of(timing.kernels))
+    if not timing.kernels:
+        attending = timing.seconds / layers
     keys_seen = int(lengths.sum())
     flops, moved = 2 * tokens * heads * keys_seen * (DIM + RANK), keys_seen * FORMATS[kv].token_bytes(RANK, ROPE)
-    both = attending + merging
     said = (
-        f"{attending * 1e6:.0f} us + merge {merging * 1e6:.1f} + others {others * 1e6:.1f}, by the host "
-        f"{took * 1e6:.0f}; {flops / attending / 1e12:.0f} TFLOP/s, {moved / attending / 1e12:.2f} TB/s; with merge "
-        f"{flops / both / 1e12:.0f}, {moved / both / 1e12:.2f}"
+        f"{timing.clock}: {attending * 1e6:.1f} us + merge {merging * 1e6:.1f} + others {others * 1e6:.1f}; "
+        f"{flops / attending / 1e12:.0f} TFLOP/s, {moved / attending / 1e12:.2f} TB/s; with all of it "
+        f"{flops * layers / timing.seconds / 1e12:.0f}, {moved * layers / timing.seconds / 1e12:.2f}"
     )
-    return {"said": said, "peer": peer, "flops": flops, "bytes": moved, "host": took, "kernels": kernels}
+    return {"said": said, "peer": peer, "flops": flops, "bytes": moved, "layers": layers} | dataclasses.asdict(timing)
+
+
+def layers_of(run: Callable, layers: int) -> Callable:
+    def whole(q, cache, table, lengths):
+        return [run(q, cache, jnp.int32(layer), table, lengths) for layer in range(layers)]
+
+    return whole
+
+
+def parts_of(kernels: list[tuple[str, float]]) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of the kernels that attend, that merge, and of others."""
+    merging = [seconds for name, seconds in kernels if "mla_decode_merge" in name]
+    attending = [seconds for name, seconds in kernels if "mla_decode" in name and "mla_decode_merge" not in name]
+    return attending, merging, [seconds for name, seconds in kernels if "mla_decode" not in name]
 
 
 def cases() -> dict[str, Callable[[], dict]]:
@@ -195,10 +217,9 @@ def run(module: str, cases: dict[str, Callable[[], dict]], description: str | No
     begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = [name for name in cases if arguments.only in name]
-    names.sort(key=lambda name: not name.startswith("check "))
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
     }
     answers = workers.run(module, names, arguments.workers, 80, arguments.seconds, environment)
     (arguments.out / f"{module.split('.')[-1]}.json").write_text(json.dumps(answers, indent=1))
