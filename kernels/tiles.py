@@ -27,23 +27,19 @@ class Tiles:
             takes half the columns).
         n: columns of a thread block, a multiple of 32, or 64 where m = 64.
         stages: steps over K held in shared memory at a time.
-        cluster: thread blocks that share the loads of one operand: 1 or 2.
-        shared: that operand: `x` for blocks of neighbouring columns, `w` of neighbouring rows (not for groups).
         raster: row tiles that are taken together while all columns pass, so that both operands stay in L2.
     """
 
     m: int
     n: int
     stages: int
-    cluster: int = 1
-    shared: str = "x"
     raster: int = 8
 
     def __post_init__(self):
         if self.m not in (64, 128, 192) or self.n % (64 if self.m == 64 else 32):
             raise ValueError(f"expected m = 128 or 192 and n % 32 = 0, or m = 64 and n % 64 = 0, got {self}")
-        if self.cluster not in (1, 2) or self.shared not in ("x", "w") or self.stages < 2 or self.raster < 1:
-            raise ValueError(f"expected cluster 1 or 2, shared x or w, stages >= 2, raster >= 1, got {self}")
+        if self.stages < 2 or self.raster < 1:
+            raise ValueError(f"expected stages >= 2, raster >= 1, got {self}")
 
     @property
     def warpgroups(self) -> int:
@@ -126,18 +122,16 @@ def output_slots(problem: Problem, tiles: Tiles) -> int:
 
 
 def last_wave(problem: Problem, tiles: Tiles, multiprocessors: int) -> tuple[int, int]:
-    """How many tiles (pairs of them in clusters of two) stay whole, and into how many parts the others are cut.
+    """How many tiles stay whole, and into how many parts the others are cut.
 
     Tiles that do not fill the last wave are cut by columns, if that many parts fit into it; a part is less efficient
     than a whole tile, and takes about `1 / 4 + 3 / 4 / parts` of its time.
     """
-    tall, wide = (1, tiles.cluster) if tiles.shared == "x" else (tiles.cluster, 1)
-    count = math.ceil(problem.m / (tiles.m * tall)) * math.ceil(problem.n / (tiles.n * wide))
-    blocks = multiprocessors // tiles.cluster
-    rest = count % blocks
+    count = math.ceil(problem.m / tiles.m) * math.ceil(problem.n / tiles.n)
+    rest = count % multiprocessors
     most = tiles.n // output_columns(problem, tiles) if tiles.m > 64 else 1
-    parts = max((p for p in range(1, most + 1) if most % p == 0 and rest * p <= blocks), default=1)
-    return (count, 1) if rest == 0 or count < blocks or parts == 1 else (count - rest, parts)
+    parts = max((p for p in range(1, most + 1) if most % p == 0 and rest * p <= multiprocessors), default=1)
+    return (count, 1) if rest == 0 or count < multiprocessors or parts == 1 else (count - rest, parts)
 
 
 def shared_memory_bytes(problem: Problem, tiles: Tiles) -> int:
@@ -157,7 +151,9 @@ def _shared_memory_bytes(problem: Problem, tiles: Tiles, slots: int) -> int:
 def candidates(problem: Problem) -> list[Tiles]:
     """Sensible tiles: as many stages as fit, accumulators that stay in the registers."""
     widths = {128: (64, 96, 128, 160, 192), 64: (128, 256) if problem.groups else (64, 128, 256)}
-    if not problem.promoted:
+    if problem.promoted:
+        widths[192] = (128,)
+    else:
         widths[128] += (256,)
     found = []
     for m, sizes in widths.items():
@@ -175,18 +171,19 @@ def candidates(problem: Problem) -> list[Tiles]:
 def seconds(problem: Problem, tiles: Tiles, on: Device) -> float:
     """A model of the time: waves of tiles, each bound by arithmetic or L2, and all by memory."""
     groups = problem.groups or 1
-    row_tiles = (
-        math.ceil(problem.m / tiles.m) if problem.groups is None else problem.m / tiles.m + min(groups, problem.m) / 2
-    )
-    column_tiles = math.ceil(problem.n / tiles.n)
-    waves = math.ceil(row_tiles * column_tiles / on.multiprocessors)
+    if problem.groups is None:
+        whole, parts = last_wave(problem, tiles, on.multiprocessors)
+    else:
+        # Half a tile more in each group that has rows, and one at least.
+        row_tiles = max(problem.m / tiles.m + min(groups, problem.m) / 2, min(groups, problem.m))
+        whole, parts = math.ceil(row_tiles * math.ceil(problem.n / tiles.n)), 1
+    waves = math.ceil(whole / on.multiprocessors) + (0 if parts == 1 else 1 / 4 + 3 / 4 / parts)
     rate = on.tera_ops * 1e12 / problem.dtype.itemsize / on.multiprocessors
-    # Adding up accumulators outside the tensor cores is hidden less the narrower the tile is.
-    efficiency = 0.6 + 0.2 * min(tiles.width, 192) / 192 if problem.promoted else 0.85
-    arithmetic = 2 * tiles.m * tiles.n * problem.step / rate / efficiency
+    arithmetic = 2 * tiles.m * tiles.n * problem.step / rate
+    # What power leaves of the tensor cores' rate, and the part of a promotion that is not hidden.
+    arithmetic = arithmetic / 0.95 + 1.25e-7 if problem.promoted else arithmetic / 0.85
     loads = (tiles.m + tiles.n) * 128 * on.multiprocessors / (on.l2_terabytes * 1e12)
-    steps = problem.k / problem.step
-    work = waves * (steps * max(arithmetic, loads) + 1e-6)
+    work = waves * (problem.k / problem.step * max(arithmetic, loads) + 1e-6)
     moved = problem.dtype.itemsize * problem.k * (problem.m + problem.n * min(groups, problem.m))
     moved += problem.out_dtype.itemsize * problem.m * problem.n
     memory = moved / (on.memory_terabytes * 1e12)

@@ -53,8 +53,6 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             `schedule` and `row_tiles` (see `grouped_gemm.schedule`).  M is a multiple of 8, N of 64.  The last
             dimension of block scales of `w` is padded to a multiple of 4.
     """
-    if problem.groups is not None and tiles.cluster > 1 and tiles.shared == "w":
-        raise ValueError(f"expected thread blocks that share rows, since groups differ in weights, got {tiles}")
     if problem.groups is not None and tiles.width < _tail_columns(problem):
         raise ValueError(f"expected {_tail_columns(problem)} columns of a warpgroup or more for groups, got {tiles}")
     if (size := shared_memory_bytes(problem, tiles)) > SHARED_MEMORY:
@@ -73,11 +71,7 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
             transforms=_transforms(problem.out_dtype, epilogue),
         ),
         "full": plgpu.Barrier(num_arrivals=4 if problem.scheme == "block" else 2, num_barriers=tiles.stages),
-        "empty": (
-            plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
-            if tiles.cluster > 1
-            else plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
-        ),
+        "empty": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
     }
     if problem.scheme == "block":
         scratch["x_scale"] = plgpu.SMEM((tiles.stages, tiles.m), jnp.float32)
@@ -108,10 +102,8 @@ def matmul(problem: Problem, tiles: Tiles, operands: dict[str, jax.Array], multi
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
-        grid=(multiprocessors // tiles.cluster,),
+        grid=(multiprocessors,),
         grid_names=("block",),
-        cluster=(tiles.cluster,),
-        cluster_names=("cluster",),
         num_threads=tiles.warpgroups + 1,
         thread_name="wg",
         kernel_name="grouped_gemm" if problem.groups is not None else "gemm",
@@ -157,21 +149,19 @@ def _sweeps(problem, tiles, operands, multiprocessors):
 
     The tiles that would keep only a few of the multiprocessors busy at the end are cut into narrower ones.
     """
-    tall, wide = (1, tiles.cluster) if tiles.shared == "x" else (tiles.cluster, 1)
-    column_tiles = math.ceil(problem.n / (tiles.n * wide))
+    column_tiles = math.ceil(problem.n / tiles.n)
     if problem.groups is None:
-        row_tiles = math.ceil(problem.m / (tiles.m * tall))
+        row_tiles = math.ceil(problem.m / tiles.m)
+        whole, parts = last_wave(problem, tiles, multiprocessors)
     else:
         row_tiles = operands["row_tiles"][0]
-    place = lax.axis_index("cluster")
-    whole, parts = last_wave(problem, tiles, multiprocessors) if problem.groups is None else (None, 1)
-    whole = row_tiles * column_tiles if whole is None else whole
+        whole, parts = row_tiles * column_tiles, 1
 
     def tile(index):
         row_tile, column_tile = plgpu.planar_snake(index, (row_tiles, column_tiles), 0, tiles.raster)
-        column = (column_tile * wide + (place if wide > 1 else 0)) * tiles.n
+        column = column_tile * tiles.n
         if problem.groups is None:
-            return _Tile((row_tile * tall + (place if tall > 1 else 0)) * tiles.m, column)
+            return _Tile(row_tile * tiles.m, column)
         group, row, first, last = (operands["schedule"][i, row_tile] for i in range(4))
         return _Tile(pl.multiple_of(row, ALIGNMENT), column, first, last, group)
 
@@ -222,13 +212,9 @@ def _copy(problem, sweeps, operands, scratch):
 
             inner = pl.ds(k * problem.step, problem.step)
             full = scratch["full"].at[slot]
-            x_target, w_target = scratch["x"].at[slot], scratch["w"].at[slot, pl.ds(0, tiles.n)]
-            for name, source, target in (
-                ("x", operands["x"].at[rows, inner], x_target),
-                ("w", of_group("w").at[columns, inner], w_target),
-            ):
-                shared = "cluster" if tiles.cluster > 1 and tiles.shared == name else None
-                plgpu.copy_gmem_to_smem(source, target, full, collective_axes=shared)
+            plgpu.copy_gmem_to_smem(operands["x"].at[rows, inner], scratch["x"].at[slot], full)
+            w_target = scratch["w"].at[slot, pl.ds(0, tiles.n)]
+            plgpu.copy_gmem_to_smem(of_group("w").at[columns, inner], w_target, full)
             if problem.scheme == "block":
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], scratch["x_scale"].at[slot], full)
                 lines = pl.ds(tile.column // BLOCK, _scale_lines(tiles))
@@ -262,7 +248,7 @@ def _copy(problem, sweeps, operands, scratch):
 
     stages = sweeps[0][0].stages
 
-    # No thread block may end while the other of its cluster still signals to it.
+    # A barrier may not be given up before its last phase has been seen.
     def drain(step, _):
         plgpu.barrier_wait(scratch["empty"].at[lax.rem(step, jnp.int32(stages))])
 
