@@ -1,21 +1,17 @@
-"""Operands on a GPU for checks and timings of matrix products, made and judged by torch; and clocks for both."""
+"""Operands on a GPU for checks and timings of matrix products, made and judged by torch."""
 
 import functools
-import itertools
-import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from jax._src.lib import mosaic_gpu
 
+from jaxinfer.bench.products import FORMS
 from jaxinfer.kernels.quantize import quantize, quantize_weight
 
 E4M3 = jnp.float8_e4m3fn
-FORMS = {"row": (E4M3, "row"), "block": (E4M3, "block"), "int8": (jnp.int8, "row"), "bf16": (jnp.bfloat16, None)}
-ROTATED, SAMPLES = 4, 24
+ROTATED = 4
 L2_BYTES = 60e6
 
 
@@ -79,87 +75,22 @@ def random_bits(form: str, *shape: int) -> jax.Array:
     return values if form in ("int8", "bf16") else jax.lax.bitcast_convert_type(values, E4M3)
 
 
-@functools.lru_cache(maxsize=1)
-def random_operands(form: str, groups: int | None, m: int, n: int, k: int, unit: int = 128) -> list[tuple]:
+def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> list[tuple]:
     """Several sets of operands for timing; a weight that fills the L2 is shared by all.
 
-    Sizes of groups are multiples of `unit`, as DeepGEMM's are of 128.
+    Sizes of groups are multiples of 128, as DeepGEMM's are, where the groups have as many rows.
     """
-    front = () if groups is None else (groups,)
-    w, found = None, []
-    for _ in range(ROTATED):
-        if w is None or w.nbytes < L2_BYTES:
-            w = random_bits(form, *front, n, k)
-        scales = [
-            None if shape is None else jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, shape.shape), jnp.float32)
-            for shape in shapes_of(form, m, n, k, groups)[2:]
-        ]
-        found.append((random_bits(form, m, k), w, *scales))
-    torch.cuda.empty_cache()
-    if groups is None:
-        return found
+    _, w, *scales = shapes_of(form, m, n, k, groups)
     rng = np.random.default_rng(0)
-    sizes = jnp.asarray(unit * rng.multinomial(m // unit, rng.dirichlet(np.full(groups, 50.0))), jnp.int32)
-    return [(x, w, sizes, *scales) for x, w, *scales in found]
-
-
-def seconds_jax(function: Callable, sets: list, kernel: str) -> tuple[float, float]:
-    """Median seconds of a product: of its kernel alone, and with the small kernels around it.
-
-    The time of the kernels by CUPTI; by the host's clock, for both figures, where CUPTI is not to be had.
-
-    Args:
-        function: a compiled program of one product for every set of operands.
-        kernel: part of the name of the kernel.
-    """
-    jax.block_until_ready(function(*sets))
-    extension = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
-    try:
-        extension._cupti_init()
-    except RuntimeError as error:
-        print("no CUPTI:", error)
-        return (seconds := _seconds_of_host(function, sets)), seconds
-    try:
-        for _ in range(SAMPLES // 4):
-            jax.block_until_ready([function(*sets) for _ in range(4)])
-    finally:
-        timings = extension._cupti_get_timings(True)
-    if not timings or len(timings) % SAMPLES:
-        print("CUPTI saw", len(timings), "kernels in", SAMPLES, "runs")
-        return (seconds := _seconds_of_host(function, sets)), seconds
-    size = len(timings) // SAMPLES
-    samples = [timings[i * size : (i + 1) * size] for i in range(SAMPLES)]
-    alone = [sum(t for name, t in sample if kernel in name) for sample in samples]
-    both = [sum(t for _, t in sample) for sample in samples]
-    alone, both = (float(np.median(times)) / 1e3 / len(sets) for times in (alone, both))
-    return alone, both
-
-
-def _seconds_of_host(function: Callable, sets: list) -> float:
-    samples = []
-    for _ in range(SAMPLES):
-        begin = time.perf_counter()
-        outs = [function(*sets) for _ in range(4)]
-        jax.block_until_ready(outs)
-        samples.append((time.perf_counter() - begin) / (4 * len(sets)))
-    return float(np.median(samples))
-
-
-def seconds_torch(function: Callable, sets: list[tuple]) -> float:
-    """Median seconds of a call, a graph of one call for every set replayed."""
-    for arguments in sets:
-        function(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for arguments in sets:
-            function(*arguments)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(SAMPLES + 1)]
-    graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
-    return float(np.median(times)) / 1e3 / len(sets)
+    sizes = ()
+    if groups is not None:
+        unit = 128 if m // groups >= 128 else 1
+        sizes = (jnp.asarray(unit * rng.multinomial(m // unit, rng.dirichlet(np.full(groups, 50.0))), jnp.int32),)
+    weight, found = None, []
+    for _ in range(ROTATED):
+        if weight is None or weight.nbytes < L2_BYTES:
+            weight = random_bits(form, *w.shape)
+        made = [None if s is None else jnp.asarray(rng.uniform(0.5, 1.5, s.shape), jnp.float32) for s in scales]
+        found.append((random_bits(form, m, k), weight, *sizes, *made))
+    torch.cuda.empty_cache()
+    return found

@@ -1,20 +1,15 @@
-"""Cases of `check_gemm` for quantisation: bits, offsets beyond 2^31 elements, and times."""
+"""Cases of `check_gemm` for quantisation: bits, and offsets beyond 2^31 elements."""
 
 import functools
 from collections.abc import Callable
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.kernels import dispatch
-from jaxinfer.kernels.mosaic import quantize as mosaic
 from jaxinfer.kernels.quantize import quantize, rms_norm_quantize, swiglu_quantize
-from tests.gpu.clock import alone
 from tests.oracles import FIXTURES
 
-TIMED_ROWS = 32768
 FORMS = "row", "block", "int8"
 NAMES = "quantize", "rms_norm_quantize", "swiglu_quantize"
 
@@ -71,28 +66,6 @@ def check_large_quantize(rows: int, columns: int) -> dict:
     return answer if good else answer | {"failed": "; differs"}
 
 
-def time_quantize(
-    name: str, form: str, implementation: dispatch.Implementation, given=jnp.bfloat16, blocks=2**30
-) -> dict:
-    from tests.gpu.products import FORMS, random_bits, seconds_jax
-
-    dtype, scheme = FORMS[form]
-    kind = {"scheme": scheme, "dtype": dtype, "implementation": implementation}
-    weight = np.ones(7168, jnp.bfloat16)
-    function, columns, out_columns = {
-        "quantize": (functools.partial(quantize, **kind), 7168, 7168),
-        "rms_norm_quantize": (lambda x: rms_norm_quantize(x, jnp.asarray(weight), 1e-6, **kind), 7168, 7168),
-        "swiglu_quantize": (functools.partial(swiglu_quantize, **kind), 4096, 2048),
-    }[name]
-    x = jax.ShapeDtypeStruct((TIMED_ROWS, columns), given)
-    with mock.patch.object(mosaic, "_BLOCKS", blocks):
-        compiled = jax.jit(lambda x: [function(x)]).lower(x).compile()
-    with alone():
-        _, seconds = seconds_jax(compiled, [random_bits("bf16", TIMED_ROWS, columns).astype(given)], "")
-    bandwidth = TIMED_ROWS * (jnp.dtype(given).itemsize * columns + out_columns) / seconds / 1e12
-    return {"said": f"{TIMED_ROWS} x {columns}: {seconds * 1e6:.0f} us, {bandwidth:.2f} TB/s", "seconds": seconds}
-
-
 def checks() -> dict[str, Callable[[], dict]]:
     found: dict[str, Callable[[], dict]] = {}
     for scales in ("f32", "ue8m0"):
@@ -103,20 +76,4 @@ def checks() -> dict[str, Callable[[], dict]]:
                 case = functools.partial(check_quantize_kernel, name, form, rows, columns)
                 found[f"check quantize kernel {name} {form} {rows}x{columns}"] = case
     found["check quantize kernel, more than 2^31 elements"] = functools.partial(check_large_quantize, 300_008, 7168)
-    return found
-
-
-def timings() -> dict[str, Callable[[], dict]]:
-    found: dict[str, Callable[[], dict]] = {}
-    for form in FORMS:
-        for name in NAMES:
-            for implementation in ("mosaic", "reference"):
-                case = functools.partial(time_quantize, name, form, implementation)
-                found[f"time {name} {form} {implementation}"] = case
-            for number in (4, 6, 8, 12) if form != "int8" else ():
-                case = functools.partial(time_quantize, name, form, "mosaic", blocks=132 * number)
-                found[f"time {name} {form} mosaic, {number} blocks a multiprocessor"] = case
-        for implementation in ("mosaic", "reference"):
-            case = functools.partial(time_quantize, "rms_norm_quantize", form, implementation, jnp.float32)
-            found[f"time rms_norm_quantize {form} of float32 {implementation}"] = case
     return found
