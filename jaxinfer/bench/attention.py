@@ -123,7 +123,7 @@ class Decode(Operation):
     def table(self):
         even = (128, 128, 4096), (128, 16, 8192), (8, 16, 131072)
         one_long = (64, 128, 524288), (64, 16, 524288)
-        shapes = {"bf16": even, "int8": even, "bf16, one long": one_long}
+        shapes = {"bf16": even, "int8": even, "bf16, one long": one_long, "int8, one long": one_long}
         return [Case(self.name, form, shape) for form in shapes for shape in shapes[form]]
 
     def _format(self, case: Case) -> KVFormat:
