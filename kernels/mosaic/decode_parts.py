@@ -117,14 +117,14 @@ def pieces(shape, operands, init, function):
     return lax.while_loop(condition, body, (operands["first"][part], init))[1]
 
 
-def seen(shape, piece, index):
-    """Which keys of the tile each row may see: those up to its own token's."""
+def seen(shape, piece, index, first_row):
+    """Which keys of the tile each row may see, from that row of the sequence on: those up to its own token's."""
     layout = plgpu.Layout.WGMMA
     key = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
     limit = piece.length - (piece.start + index) * TILE
     if shape.tokens == 1:
         return key < limit
-    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout) + lax.axis_index("block") * TILE
+    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout) + first_row
     token = jnp.minimum(lax.div(row, jnp.int32(shape.heads)), shape.tokens - 1)
     return key < limit - (shape.tokens - 1) + token
 

@@ -135,7 +135,8 @@ def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
 
 def _scores(shape, operands, lse, scratch):
     """The score warpgroup: weights of the softmax, tile after tile, and the log-sum-exp of each piece."""
-    rows = pl.ds(lax.axis_index("block") * TILE, TILE)
+    first_row = lax.axis_index("block") * TILE
+    rows = pl.ds(first_row, TILE)
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
     def per_row(value):
@@ -181,7 +182,7 @@ def _scores(shape, operands, lse, scratch):
                 plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32),
             )
             if masked:
-                scores = jnp.where(parts.seen(shape, piece, index), scores, -jnp.inf)
+                scores = jnp.where(parts.seen(shape, piece, index, first_row), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1) * shape.scale)
             # A row that has seen no key yet would subtract infinity from infinity.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top

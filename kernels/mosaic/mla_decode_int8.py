@@ -145,7 +145,8 @@ def _slots(done):
 
 def _scores(shape, operands, lse, scratch):
     """The score warpgroup: weights of the softmax, tile after tile, and the log-sum-exp of each piece."""
-    rows = pl.ds(lax.axis_index("block") * TILE, TILE)
+    first_row = lax.axis_index("block") * TILE
+    rows = pl.ds(first_row, TILE)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def per_row(value):
@@ -192,7 +193,7 @@ def _scores(shape, operands, lse, scratch):
             scores = exact.astype(jnp.float32) * lax.broadcast_in_dim(q_scale, (TILE, TILE), [0]) * k_scale
             scores = scores + rope * shape.scale
             if masked:
-                seen = parts.seen(shape, piece, index)
+                seen = parts.seen(shape, piece, index, first_row)
                 scores, k_scale = jnp.where(seen, scores, -jnp.inf), jnp.where(seen, k_scale, 0.0)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             # A row that has seen no key yet would subtract infinity from infinity.
