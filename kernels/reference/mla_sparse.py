@@ -5,11 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.latents import expand, page_size
+from jaxinfer.kernels.reference.rows import map_active
 
 _TILE = 512
 """Keys that the window expands at a time."""
 
 _SCORE_BYTES = 256 * 2**20
+
+_QUERY_BLOCKS = 8
+"""Query blocks whose blocks are gathered at a time, and as many as their scores have room for."""
 
 
 def mla_masked(q, context, k_b, v_b, mask, *, scale):
@@ -82,7 +86,8 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
         return out.reshape(queries, heads, kv_rank), lse.reshape(queries, heads)
 
     each = listed * block * 4 * (queries * heads + groups * dim)
-    return lax.map(of_query_block, (q, blocks), batch_size=max(1, _SCORE_BYTES // each))
+    batch = max(1, min(_QUERY_BLOCKS, _SCORE_BYTES // each))
+    return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
 
 
 def mla_sparse_decode(q, cache, layer, page_table, tokens, *, kv_rank, scale):

@@ -4,13 +4,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kernels.reference.rows import map_active
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses, group_logits
 
 _LOGIT_BYTES = 256 * 2**20
+_QUERY_BLOCKS = 8
+"""Query blocks that are taken at a time, and as many as their logits have room for."""
 
 
 class Retrieval(NamedTuple):
@@ -83,4 +85,7 @@ def retrieve(
 
     gathered = candidates * block
     each = 4 * (probes * voting.size * (means.shape[0] + gathered) + head_groups * gathered * context.shape[1])
-    return lax.map(of_query_block, (q, valid, local_lse, first, end), batch_size=max(1, _LOGIT_BYTES // each))
+    batch = max(1, min(_QUERY_BLOCKS, _LOGIT_BYTES // each))
+    return map_active(
+        of_query_block, (q, valid, local_lse, first, end), end > first, batch, Retrieval(jnp.int32(-1), jnp.float32(0))
+    )
