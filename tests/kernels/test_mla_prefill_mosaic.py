@@ -16,6 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import get_memory_space_
 from jax._src.state.primitives import ref_set
 
 from jaxinfer.kernels.mla_prefill import mla_prefill
+from jaxinfer.kernels.mosaic import attention
 from jaxinfer.kernels.mosaic import mla_prefill as mosaic
 from jaxinfer.kernels.mosaic.attention import Blocks, schedule
 from jaxinfer.kernels.reference import mla_prefill as reference
@@ -28,7 +29,7 @@ RANK = 32
 def interpreted(capsys: pytest.CaptureFixture) -> Iterator[None]:
     """Runs Mosaic kernels on the CPU and fails if two of their threads race, in other memory than registers.
 
-    Teaches JAX's interpreter what it lacks: left operands in registers and stores to accumulators.
+    Teaches JAX's interpreter what it lacks: left operands in registers, stores to accumulators, and the vote.
     """
     wgmma = plgpu.wgmma
 
@@ -40,12 +41,16 @@ def interpreted(capsys: pytest.CaptureFixture) -> Iterator[None]:
         else:
             wgmma(acc, a, b)
 
+    def any_large(sums, _):
+        return jnp.any(~(sums <= attention._LARGE)).astype(jnp.int32)
+
     def store(acc, value):
         ref_set(acc, ..., value)
 
     try:
         with (
             patch.object(plgpu, "wgmma", any_wgmma),
+            patch.object(attention, "_any_large", any_large),
             patch.object(primitives, "wgmma_accumulator_store", store),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         ):
@@ -67,7 +72,7 @@ def case(seed: int, tokens: int, keys: int, heads: int, nope: int, rope: int, v:
     return q, latents, normal(heads, nope, RANK) / 8, normal(heads, v, RANK) / 8
 
 
-def compare(q, latents, k_b, v_b, limit, capsys, blocks: Blocks, multiprocessors: int = 2, scale: float = 0.1):
+def compare(q, latents, k_b, v_b, limit, capsys, blocks: Blocks, multiprocessors: int = 4, scale: float = 0.1):
     limit = jnp.asarray(limit, jnp.int32)
     with interpreted(capsys):
         out, lse = mosaic.mla_prefill(
@@ -88,15 +93,15 @@ def causal(tokens: int, keys: int) -> np.ndarray:
 
 INTERPRETED = {
     # tokens, keys, heads, nope, rope, v, limits, blocks, multiprocessors: no length is a multiple of a tile.
-    "causal": (150, 213, 3, 64, 64, 64, causal(150, 213), Blocks(keys=64), 2),
+    "causal": (150, 213, 3, 64, 64, 64, causal(150, 213), Blocks(keys=64), 4),
     "one query, one key": (1, 1, 1, 64, 64, 64, causal(1, 1), Blocks(keys=64), 2),
-    "fewer items than thread blocks": (64, 100, 1, 64, 64, 64, causal(64, 100), Blocks(keys=64), 4),
-    "nothing before the last block": (260, 130, 2, 64, 64, 64, np.repeat((0, 77), 130), Blocks(keys=64), 2),
+    "fewer items than thread blocks": (64, 100, 1, 64, 64, 64, causal(64, 100), Blocks(keys=64), 6),
+    "nothing before the last block": (512, 130, 2, 64, 64, 64, np.repeat((0, 77), 256), Blocks(keys=64), 2),
     "the bundled model's heads": (130, 300, 2, 64, 64, 128, causal(130, 300), Blocks(), 2),
     "DeepSeek's heads": (130, 300, 2, 128, 64, 128, causal(130, 300), Blocks(), 2),
-    "GLM-5's heads": (70, 90, 1, 192, 64, 256, causal(70, 90), Blocks(keys=64), 1),
-    "three stages": (150, 213, 3, 64, 64, 64, causal(150, 213), Blocks(keys=64, stages=3), 2),
-    "heads apart": (150, 213, 3, 64, 64, 64, causal(150, 213), Blocks(keys=64, l2_bytes=0), 2),
+    "GLM-5's heads": (70, 90, 1, 192, 64, 256, causal(70, 90), Blocks(keys=64), 2),
+    "three stages": (270, 333, 1, 64, 64, 64, causal(270, 333), Blocks(keys=64, stages=3), 4),
+    "heads apart": (150, 213, 3, 64, 64, 64, causal(150, 213), Blocks(keys=64, l2_bytes=0), 4),
 }
 
 
@@ -114,11 +119,32 @@ def test_any_key_limits(capsys: pytest.CaptureFixture):
     compare(*case(1, 300, 200, 2, 64, 64, 64), limits, capsys, Blocks(keys=64))
 
 
+def rising(latents: jax.Array) -> jax.Array:
+    return latents * jnp.linspace(0.1, 4, len(latents), dtype=jnp.bfloat16)[:, None]
+
+
 def test_large_scores(capsys: pytest.CaptureFixture):
-    """Scores in the hundreds, rising with the keys, so that every tile changes the largest."""
+    """Scores in the hundreds, rising with the keys: weights are beyond float32 until the largest is found again."""
+    q, latents, k_b, v_b = case(2, 150, 256, 1, 64, 64, 64)
+    compare(q, rising(latents), k_b, v_b, causal(150, 256), capsys, Blocks(keys=64), scale=3.0)
+
+
+def test_falling_scores(capsys: pytest.CaptureFixture):
+    """The first tile outweighs what follows."""
     q, latents, k_b, v_b = case(2, 64, 256, 1, 64, 64, 64)
-    rising = latents * jnp.linspace(0.1, 4, 256, dtype=jnp.bfloat16)[:, None]
-    compare(q, rising, k_b, v_b, causal(64, 256), capsys, Blocks(keys=64), scale=3.0)
+    compare(q, rising(latents)[::-1], k_b, v_b, causal(64, 256), capsys, Blocks(keys=64), scale=3.0)
+
+
+def test_weights_are_found_again_in_every_tile(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "_LARGE", -1.0)
+    compare(*case(2, 150, 256, 2, 64, 64, 64), causal(150, 256), capsys, Blocks(keys=64))
+
+
+def test_weights_far_from_one(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Scores that grow by less than what float32 holds are never weighed again."""
+    monkeypatch.setattr(attention, "_LARGE", 2.0**100)
+    q, latents, k_b, v_b = case(2, 64, 256, 1, 64, 64, 64)
+    compare(q, rising(latents), k_b, v_b, causal(64, 256), capsys, Blocks(keys=64), scale=0.3)
 
 
 def test_what_was_not_written_is_never_read(capsys: pytest.CaptureFixture):
@@ -132,11 +158,10 @@ def test_nothing_to_see(capsys: pytest.CaptureFixture):
 
 
 def test_schedule_is_longest_first():
-    limits = jnp.asarray([3] * 128 + [0] * 128 + [500] * 127 + [129], jnp.int32)
-    order, tiles, unmasked = np.asarray(schedule(limits, Blocks(keys=128)))
-    assert order.tolist() == [2, 0, 1]
-    assert tiles.tolist() == [4, 1, 1]
-    assert unmasked.tolist() == [1, 0, 0]
+    limits = jnp.asarray([3] * 128 + [0] * 128 + [300] * 191 + [500] * 64 + [129], jnp.int32)
+    order, rows = (np.asarray(a).tolist() for a in schedule(limits, 128))
+    assert order == [[1, 0], [4, 1]]
+    assert rows == [[1, 1, 1, 1, 3, 3, 4, 4], [0, 0, 0, 0, 2, 2, 2, 1]]
 
 
 def lower(tokens: int, keys: int, heads: int, nope: int = 128, rope: int = 64, v: int = 128, rank: int = 512) -> str:
@@ -172,5 +197,5 @@ def test_operands_that_do_not_fit_are_refused():
         mla_prefill(*case(5, 8, 8, 1, 8, 64, 64), limit, scale=1.0, implementation="mosaic")
     with pytest.raises(ValueError, match="do not fit into registers"):
         mla_prefill(*case(5, 8, 8, 1, 64, 64, 320), limit, scale=1.0, implementation="mosaic")
-    with pytest.raises(ValueError, match=r"expected 2 or 3 warpgroups, keys % 64 = 0"):
+    with pytest.raises(ValueError, match=r"expected keys % 64 = 0"):
         Blocks(keys=96)
