@@ -275,7 +275,8 @@ def _multiply(problem, sweeps, operands, out, scratch, warpgroup):
             _store(problem, area, operands, out, scratch, values, tile)
 
         def exact(info, carry, area=area, tile_at=tile_at, store=store):
-            store(tile_at(info.index[0]), _accumulated(problem, area, scratch, carry, steps))
+            tile = tile_at(info.index[0])
+            store(tile, _accumulated(problem, area, scratch, tile, carry, steps))
             return carry + steps
 
         def promoted(info, carry, area=area, tile_at=tile_at, store=store):
@@ -319,6 +320,23 @@ class _Area:
         plgpu.wgmma(accumulator, scratch["x"].at[slot, self.rows], w.transpose((1, 0)))
 
 
+def _wanted(problem, area, tile, steps):
+    """Steps over K that a warpgroup multiplies in: all, or the first only where none of its rows is stored."""
+    if tile.last is None:
+        return steps if problem.m % area.tiles.m == 0 else jnp.where(tile.row + area.row < problem.m, steps, 1)
+    return jnp.where(area.row < tile.last, steps, 1)
+
+
+def _pass(area, scratch, start, stop):
+    """Lets the stages of these steps be filled again, without a product."""
+
+    def step(k, _):
+        plgpu.barrier_wait(scratch["full"].at[area.slot(k)])
+        plgpu.barrier_arrive(scratch["empty"].at[area.slot(k)])
+
+    lax.fori_loop(start, stop, step, None)
+
+
 def _zeros(columns):
     return plgpu.layout_cast(jnp.zeros((_WARPGROUP_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
@@ -357,11 +375,15 @@ def _promoted(problem, area, scratch, tile, done, steps, beneath):
     def step(k, sums):
         return [a + b for a, b in zip(sums, block(k), strict=True)]
 
-    return jnp.concatenate(lax.fori_loop(1, steps, step, block(jnp.int32(0), beneath)), axis=1)
+    wanted = _wanted(problem, area, tile, steps)
+    sums = lax.fori_loop(1, wanted, step, block(jnp.int32(0), beneath))
+    _pass(area, scratch, done + wanted, done + steps)
+    return jnp.concatenate(sums, axis=1)
 
 
-def _accumulated(problem, area, scratch, done, steps):
+def _accumulated(problem, area, scratch, tile, done, steps):
     """The product in one accumulator, as float32."""
+    wanted = _wanted(problem, area, tile, steps)
 
     def release(step):
         plgpu.barrier_arrive(scratch["empty"].at[area.slot(step)])
@@ -378,11 +400,12 @@ def _accumulated(problem, area, scratch, done, steps):
             def _():
                 release(done + k - 1)
 
-        lax.fori_loop(0, steps, step, None)
+        lax.fori_loop(0, wanted, step, None)
         return accumulator[...]
 
     result = pl.run_scoped(product, area.accumulator).astype(jnp.float32)
-    release(done + steps - 1)
+    release(done + wanted - 1)
+    _pass(area, scratch, done + wanted, done + steps)
     return result
 
 
