@@ -22,6 +22,7 @@ import numpy as np
 from scipy.special import log_softmax
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.bench.timing import alone, measure
 from jaxinfer.configs.presets import preset
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.quantize import dequantize, dequantize_weight, quantize
@@ -33,9 +34,12 @@ from jaxinfer.sharding.mesh import MeshShape
 from jaxinfer.sharding.rules import Plan, Rules
 from tests.gpu import workers
 from tests.gpu.check_engine import BILLION
-from tests.gpu.clock import LOCK, alone, seconds_of_host, seconds_of_kernels
 
 MODULE = "tests.gpu.check_precision"
+LOCK = "CHECK_GPU_LOCK"
+"""Environment variable with the path of the lock that all workers share."""
+HELD_SECONDS = 20
+REPEATS = 7
 PEAK = {"fp8 row": 1.313e15, "fp8 block": 1.313e15, "int8 row": 1.313e15}
 """FLOP/s of the peer's grouped products at these shapes on an H200 (DeepGEMM, FP8: the mean of 1,292 and 1,334)."""
 ERROR = 6e-3
@@ -118,15 +122,18 @@ def check_layer(name: str, kind: str, skewed: bool) -> dict:
     compiled = time.monotonic() - begin
     reference = expected(weights, rows, experts[:16], factors[:16])
     error = float(np.linalg.norm(got - reference) / np.linalg.norm(reference))
-    with alone():
-        times = seconds_of_kernels(whole, weights, x, experts, factors, samples=7)
-        host = seconds_of_host(whole, weights, x, experts, factors)
+    program = whole.lower(weights, x, experts, factors).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        timing = measure(lambda _: program(weights, x, experts, factors), jax.block_until_ready, REPEATS)
+    times: dict[str, float] = {}
+    for kernel, seconds in timing.kernels:
+        times[kernel] = times.get(kernel, 0) + seconds
     local = int(np.sum(np.asarray(experts) < held))
     flop = 6 * config.hidden_size * config.moe_intermediate_size * (local + tokens)
-    total, products = sum(times.values()), sum(t for kernel, t in times.items() if "gemm" in kernel)
+    total, products = timing.seconds, sum(t for kernel, t in times.items() if "gemm" in kernel)
     most = sorted(times.items(), key=lambda item: -item[1])[:14]
     answer = {
-        "said": f"error {error:.1e}; {1e3 * total:.2f} ms by kernels ({1e3 * host:.2f} by the host), "
+        "said": f"error {error:.1e}; {1e3 * total:.2f} ms by {timing.clock}, "
         f"{flop / total / 1e12:.0f} TFLOP/s, floor of DeepGEMM / time {flop / PEAK[kind] / total:.2f}, "
         f"own products {100 * products / total:.0f} % of the time; {local} rows; first call {compiled:.1f} s",
         "kernels": {kernel: round(1e6 * seconds, 1) for kernel, seconds in most},
@@ -197,7 +204,7 @@ def check_model(name: str) -> dict:
         if reference:
             return {"said": f"ready in {ready:.0f} s"}
         greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        with alone():
+        with alone(os.environ[LOCK], HELD_SECONDS):
             llm.generate([long_prompt], greedy)
             metrics = llm.generate([long_prompt], greedy)[0].metrics
         held = sum(array.nbytes for array in jax.tree.leaves(llm.engine.runner.params))
@@ -240,11 +247,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for logits and answers")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--seconds", type=float, default=240, help="no case begins after so long")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        workers.work(cases())
-        return 0
     begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ["CHECK_OUT"] = str(arguments.out)
