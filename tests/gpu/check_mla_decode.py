@@ -14,12 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.bench import workers
 from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.configs.kv_format import FORMATS
@@ -27,12 +29,11 @@ from jaxinfer.kernels.latents import Latents, QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
 from jaxinfer.kernels.reference import mla_decode as reference
-from tests.gpu import workers
 
 MODULE = "tests.gpu.check_mla_decode"
 LOCK = "CHECK_GPU_LOCK"
-"""Environment variable with the path of the lock that all workers share."""
-HELD_SECONDS = 6
+"""Environment variable with the path of the lock that all workers share; they are told by it from their parent."""
+HELD_SECONDS, CASE_SECONDS = 6, 60
 REPEATS = 16
 RANK, ROPE = 512, 64
 DIM = RANK + ROPE
@@ -202,26 +203,33 @@ def cases() -> dict[str, Callable[[], dict]]:
 
 
 def run(module: str, cases: dict[str, Callable[[], dict]], description: str | None) -> int:
-    """The command line of a check whose cases' names begin with `check` or `time`."""
+    """The command line of a check, and its worker."""
+    if LOCK in os.environ:
+        workers.work(lambda case: cases[case]())
+        return 0
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=120, help="no case begins after so long")
+    parser.add_argument("--seconds", type=float, default=120, help="cases without an answer by then are left out")
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    os.environ.setdefault(LOCK, str(Path(tempfile.mkdtemp()) / "lock"))
-    if arguments.worker:
-        workers.work(cases)
-        return 0
     begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = [name for name in cases if arguments.only in name]
     environment = os.environ | {
+        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
     }
-    answers = workers.run(module, names, arguments.workers, 80, arguments.seconds, environment)
+    answers: dict[str, dict] = {}
+    served = workers.serve(module, [{"case": name} for name in names], arguments.workers, CASE_SECONDS, environment)
+    with closing(served):
+        for index, answer in served:
+            answers[names[index]] = answer
+            took = time.monotonic() - begin
+            print(f"[{took:5.1f}] {names[index]}: {answer.get('said', '')}{answer.get('failed', '')}", flush=True)
+            if took > arguments.seconds:
+                break
     (arguments.out / f"{module.split('.')[-1]}.json").write_text(json.dumps(answers, indent=1))
     print()
     for name in names:
