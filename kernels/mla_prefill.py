@@ -1,5 +1,6 @@
 """Attention of a chunk of queries over one block of latent keys, heads expanded."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels import dispatch
@@ -37,3 +38,20 @@ def mla_prefill(
     if dispatch.choose("mla_prefill", implementation, reason) == "mosaic":
         return mosaic.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)
     return reference.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)
+
+
+def workspace(
+    q: jax.ShapeDtypeStruct, latents: jax.ShapeDtypeStruct, k_b: jax.ShapeDtypeStruct, v_b: jax.ShapeDtypeStruct
+) -> int:
+    """Bytes that `mla_prefill` needs beside operands and results of these shapes and types.
+
+    Mosaic: keys and values of all heads, the rotary key shared.  Reference: those in two types, the rotary key once for
+    each head, and the scores of a block of queries.
+    """
+    itemsize, keys, (heads, nope, _), v = q.dtype.itemsize, latents.shape[0], k_b.shape, v_b.shape[1]
+    chosen = dispatch.choose("mla_prefill", None, mosaic.reason_against(q, latents, k_b, v_b))
+    if chosen == "mosaic":
+        return keys * heads * (nope + v) * itemsize + 2 * latents.size * itemsize
+    expanded = 2 * keys * heads * (q.shape[2] + v) * (itemsize + 4)
+    scores = 3 * min(reference.SCORE_BYTES, q.shape[0] * heads * keys * 4)
+    return expanded + scores + 4 * latents.size * (itemsize + 4)

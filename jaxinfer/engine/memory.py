@@ -12,6 +12,7 @@ from jaxinfer.cache import RECORDED
 from jaxinfer.configs.attention import Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.step import Capacity
+from jaxinfer.kernels import mla_prefill
 from jaxinfer.kernels.grouped_moe import ROWS
 from jaxinfer.model.moe import exchange_tokens
 from jaxinfer.model.params import Tree
@@ -19,7 +20,7 @@ from jaxinfer.model.precision import Precision
 from jaxinfer.sharding.rules import Plan, Rules
 
 _SCORE_BYTES = 256 * 2**20
-"""Scores of one block of queries in the reference attention."""
+"""Scores of one block of queries in the reference form of sparse attention."""
 
 
 def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules: Rules) -> int:
@@ -77,10 +78,15 @@ def step_workspace(
     residual = 4 * tokens * d * (itemsize + 4)
     queries = 3 * tokens * heads * config.qk_head_dim * (itemsize + 4)
     outputs = 6 * tokens * heads * config.v_head_dim * 4
-    expanded = 2 * tile_tokens * heads * (config.qk_head_dim + config.v_head_dim) * (itemsize + 4)
-    latents = 4 * tile_tokens * config.latent_dim * (itemsize + 4)
-    scores = 3 * min(_SCORE_BYTES, tokens * heads * tile_tokens * 4)
-    attention = queries + outputs + expanded + latents + scores
+    rank = config.kv_lora_rank
+    shapes = (
+        (tokens, heads, config.qk_head_dim),
+        (tile_tokens, config.latent_dim),
+        (heads, config.qk_nope_head_dim, rank),
+        (heads, config.v_head_dim, rank),
+    )
+    attention = queries + outputs
+    attention += mla_prefill.workspace(*(jax.ShapeDtypeStruct(shape, precision.dtype) for shape in shapes))
     if isinstance(policy, Hybrid):
         attention += sparse_workspace(config, policy, capacity, heads, itemsize)
     experts = moe_workspace(config, precision, tokens, rules) if config.num_moe_layers else 0

@@ -7,8 +7,10 @@ from jax import lax
 from jaxinfer.kernels.mosaic.attention import ALIGNMENT, Blocks, attend, shared_memory_bytes
 from jaxinfer.kernels.tiles import SHARED_MEMORY, device
 
+Operand = jax.Array | jax.ShapeDtypeStruct
 
-def reason_against(q: jax.Array, latents: jax.Array, k_b: jax.Array, v_b: jax.Array) -> str | None:
+
+def reason_against(q: Operand, latents: Operand, k_b: Operand, v_b: Operand) -> str | None:
     """Why the kernel cannot take operands of these shapes and types, None if it can."""
     if q.dtype != jnp.bfloat16:
         return f"the queries are {q.dtype}, not bfloat16"

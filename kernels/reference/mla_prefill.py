@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
-_SCORE_BYTES = 256 * 2**20
+SCORE_BYTES = 256 * 2**20
+"""Scores of one block of queries, unless one query has more."""
 
 
 def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale):
@@ -64,7 +65,7 @@ def _attend(q, latents, k_b, v_b, key_limit, scale):
 def _query_block(tokens: int, bytes_per_query: int) -> int:
     """The largest block of queries, the tokens halved as often as it takes, whose scores fit the budget."""
     block = tokens
-    while block % 2 == 0 and block * bytes_per_query > _SCORE_BYTES:
+    while block % 2 == 0 and block * bytes_per_query > SCORE_BYTES:
         block //= 2
     return block
 

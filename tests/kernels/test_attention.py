@@ -1,12 +1,15 @@
 """The attention kernels against a slow and obvious form in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.mla_decode import mla_decode
-from jaxinfer.kernels.mla_prefill import mla_prefill
+from jaxinfer.kernels.mla_prefill import mla_prefill, workspace
 from jaxinfer.kernels.reference import mla_prefill as prefill_reference
 from jaxinfer.sharding.collectives import merge
 
@@ -46,7 +49,7 @@ def as_f32(*arrays: np.ndarray) -> list[jax.Array]:
 @pytest.mark.parametrize("score_bytes", [2**30, 64])
 def test_prefill_of_any_key_limits(score_bytes: int, monkeypatch: pytest.MonkeyPatch):
     """Also with a budget so small that every query is a block of its own."""
-    monkeypatch.setattr(prefill_reference, "_SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(prefill_reference, "SCORE_BYTES", score_bytes)
     q, latents, k_b, v_b = case(0, tokens=8, keys=13)
     limit = np.array([0, 1, 13, 5, 0, 12, 13, 2], np.int32)
     got = mla_prefill(*as_f32(q, latents, k_b, v_b), jnp.asarray(limit), scale=0.3)
@@ -127,3 +130,21 @@ def test_bfloat16_operands_accumulate_in_float32():
     assert out.dtype == lse.dtype == jnp.float32
     assert np.linalg.norm(out - wanted) / np.linalg.norm(wanted) < 1e-2
     np.testing.assert_allclose(lse, wanted_lse, atol=3e-2)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_prefill_workspace_bounds_what_xla_reserves(gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    shapes = (256, 8, 192), (512, 576), (8, 128, 512), (8, 128, 512)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    reserved = (
+        jax.jit(functools.partial(mla_prefill, scale=0.1, implementation="reference"))
+        .lower(*operands, jax.ShapeDtypeStruct((256,), jnp.int32))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
+    monkeypatch.setattr(dispatch, "_no_hopper", lambda: None if gpu else "no GPU")
+    if gpu:  # keys and values of every head; no scores
+        assert 512 * 8 * (128 + 128) * 2 <= workspace(*operands) < reserved
+    else:
+        assert reserved <= workspace(*operands) <= 3 * reserved
