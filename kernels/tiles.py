@@ -1,7 +1,7 @@
 """How a matrix product is cut into tiles: a choice measured on the card where there is one, else a model's.
 
-`tiles.json` holds, for each kind of device, its figures and the measured choices; `python -m tests.gpu.check_gemm`
-measures and prints them in that form.
+`tiles.json` holds, for each kind of device, its figures and the measured choices: `python -m tests.gpu.check_gemm`
+measures, `python -m tests.gpu.adopt_tiles` writes them.
 """
 
 import dataclasses
