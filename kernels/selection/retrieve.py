@@ -72,7 +72,7 @@ def retrieve(
 
     def of_group(heads, item):
         q, valid, lse, first, end = item
-        rows = probe_rows(q[:, heads], valid, probes)
+        rows = probe_rows(valid, probes)
         q, lse = q[rows][:, heads], lse[rows][:, heads]
         logits = group_logits(q, means, group=group, scale=scale)
         votes = jnp.max(estimated_shares(logits, lse, first, end, per_block=block // group), axis=0)

@@ -20,17 +20,9 @@ def group_means(latents: np.ndarray, group: int) -> np.ndarray:
     return np.array(rows)
 
 
-def probe_rows(q: np.ndarray, valid: np.ndarray, count: int) -> list[int]:
-    rows = [row for row in range(len(q)) if valid[row]]
-    last = rows[-1]
-    mean = np.mean([q[row] for row in rows], axis=0, dtype=np.float64)
-
-    def cosine(row: int) -> float:
-        per_head = [a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in zip(q[row], mean, strict=True)]
-        return float(np.mean(per_head))
-
-    others = sorted((row for row in rows if row != last), key=lambda row: (cosine(row), row))
-    return [last, *others[: count - 1], *[last] * (count - 1 - len(others))]
+def probe_rows(valid: int, count: int) -> list[int]:
+    """The last row of each of `count` equal parts of the first `valid` rows."""
+    return [max(math.floor(valid * part / count) - 1, 0) for part in range(1, count + 1)]
 
 
 def log_sum_exp(values: list[float]) -> float:
