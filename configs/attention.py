@@ -49,7 +49,8 @@ class Hybrid:
     """Instead of a fixed count, the fewest blocks that hold this share of the candidates' softmax mass, though at
     least half and at most twice `retrieve_blocks`."""
     hot_blocks: int = 4
-    """Blocks that are read because queries of earlier epochs often retrieved them."""
+    """Blocks that are read because queries of earlier epochs often retrieved them; decode counts the running epoch as
+    well, and reads `retrieve_blocks` more."""
     hot_epoch: int = 4096
     """Tokens of an epoch, in which all queries read the same hot blocks."""
     dense_below: int = 16384

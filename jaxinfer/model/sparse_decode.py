@@ -8,7 +8,7 @@ from jaxinfer.cache import RECORDED, Cache
 from jaxinfer.configs.attention import Hybrid
 from jaxinfer.kernels.mla_sparse import mla_sparse_decode
 from jaxinfer.kernels.selection.grid import eligible_blocks
-from jaxinfer.kernels.selection.hot import EPOCHS, amounts, epoch_masses, hot_blocks, hot_weights, record
+from jaxinfer.kernels.selection.hot import EPOCHS, amounts, epoch_masses, hot_blocks, hot_weights, joined, record
 from jaxinfer.kernels.selection.lists import ascending
 from jaxinfer.kernels.selection.retrieve import voting_heads
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, group_logits
@@ -40,7 +40,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, Cache]:
     """Attends the queries that do not read all, to those of their selected positions that lie on this rank.
 
-    The candidates of the first level are all read: to score them exactly would take their latents as well.
+    The candidates of the first level are all read: to score them exactly would take their latents as well.  So are the
+    blocks that are hot up to now, as many as a query block of a prompt reads: what the question retrieved, exactly
+    scored, stays at hand while the answer is written.
 
     Args:
         q: `[B, H, kv_rank + rope]` absorbed queries, the same on all ranks of cp.
@@ -70,12 +72,15 @@ def attend(
     num_blocks = votes.shape[-1]
     masses = jnp.mean(jnp.take_along_axis(votes, jnp.maximum(candidates, 0)[:, None], axis=2), axis=1)
     counts = jax.vmap(lambda mass, blocks: amounts(mass[None], blocks[None], num_blocks))(masses, candidates)
+    place = cache.records.at[layer, batch.write_page, batch.write_offset // policy.query_block]
+    begun = (batch.positions % policy.query_block > 0)[:, None, None]
+    counts = jax.vmap(joined)(counts, jnp.where(begun, place.get(mode="clip"), -1))
     records = jax.vmap(lambda counts: record(counts, RECORDED))(counts)
-    slot = batch.write_offset // policy.query_block
-    cache = cache._replace(records=cache.records.at[layer, batch.write_page, slot].set(records, mode="drop"))
+    cache = cache._replace(records=place.set(records, mode="drop"))
 
     weights = _weights(cache, layer, batch, layout, policy, me, num_blocks)
-    hot = jax.vmap(lambda weights, end: hot_blocks(weights, begin, end, policy.hot_blocks))(weights, end)
+    most = policy.hot_blocks + policy.retrieve_blocks
+    hot = jax.vmap(lambda weights, end: hot_blocks(weights, begin, end, most))(weights, end)
     known = jnp.any(candidates[:, :, None] == hot[:, None], axis=2)
     blocks = ascending(jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1))
     return *merge(out, lse, *read(_blocks(blocks, me, batch, layout, policy))), cache
@@ -141,10 +146,12 @@ def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
 
 
 def _weights(cache, layer, batch, layout, policy, me, num_blocks):
-    """How hot each block is in the epoch of each query, `[B, NB]`: from the records of the epochs before."""
+    """How hot each block is for each query, `[B, NB]`: from the records of its own epoch so far and of those before."""
     epoch = jnp.maximum(batch.positions, 0) // policy.hot_epoch
-    start = (epoch[:, None] - EPOCHS + jnp.arange(EPOCHS + 1)) * policy.hot_epoch
-    bounds = layout.local_length(jnp.maximum(start, 0), me, batch.homes[:, None]) // policy.query_block
+    start = (epoch[:, None] - EPOCHS + 1 + jnp.arange(EPOCHS + 1)) * policy.hot_epoch
+    begun = (batch.positions // policy.query_block + 1) * policy.query_block
+    start = jnp.clip(start, 0, begun[:, None])
+    bounds = layout.local_length(start, me, batch.homes[:, None]) // policy.query_block
     width = (policy.hot_epoch // layout.round_tokens + 1) * layout.stripe // policy.query_block
     rows = bounds[:, :-1, None] + jnp.arange(width)
     per_page = layout.page_size // policy.query_block
@@ -153,6 +160,6 @@ def _weights(cache, layer, batch, layout, policy, me, num_blocks):
     left = jnp.where((rows < bounds[:, 1:, None])[..., None, None], left, -1)
     left = left.reshape(*left.shape[:2], -1, 2)
     masses = lax.psum(jax.vmap(lambda left: epoch_masses(left, num_blocks))(left), "cp")
-    # A row more, for the epoch of the query itself.
+    # Weights count the epochs before; a row more makes the running one count as the last of them.
     masses = jnp.pad(masses, ((0, 0), (0, 1), (0, 0)))
     return jax.vmap(lambda masses: hot_weights(masses)[-1])(masses)

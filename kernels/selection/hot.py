@@ -24,6 +24,13 @@ def amounts(masses: Float[Array, "G C"], candidates: Int[Array, "G C"], num_bloc
     return jnp.zeros(num_blocks, jnp.int32).at[places.ravel()].add(counts.ravel(), mode="drop")
 
 
+def joined(amounts: Int[Array, " NB"], left: Int[Array, "count 2"]) -> Int[Array, " NB"]:
+    """The larger of new `amounts` and those of a record that was `left` before."""
+    num_blocks = amounts.shape[0]
+    named = (left[:, 0] >= 0) & (left[:, 0] < num_blocks)
+    return amounts.at[jnp.where(named, left[:, 0], num_blocks)].max(left[:, 1], mode="drop")
+
+
 def record(amounts: Int[Array, " NB"], count: int) -> Int[Array, "count 2"]:
     """What a query block leaves behind: the `count` blocks of most mass as (block, amount), largest first.
 

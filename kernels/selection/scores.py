@@ -70,8 +70,9 @@ def _share(part: jax.Array, total: jax.Array) -> jax.Array:
 def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int[Array, " count"]:
     """The blocks that one group of heads hands to the second level.
 
-    Each voter's best block comes first, since a sum would silence the few heads that look far away; then the blocks by
-    the sum over the voters.  Of equal ones the earlier block is taken.
+    The voters take turns: every voter's best block, then every voter's second, and so on, for a sum would silence the
+    few heads that look far away.  Of the last turn, which does not fit whole, the blocks with the largest sum over the
+    voters are taken; of equal ones the earlier block.
 
     Args:
         votes: the share of each block for each voter, the maximum over the probes.
@@ -81,9 +82,11 @@ def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int
     Returns: `[count]` int32, ascending, -1 at the end where there are fewer.
     """
     voters, num_blocks = votes.shape
-    best = jnp.argmax(votes, axis=-1)
-    wanted = jnp.zeros(num_blocks, bool).at[best].set(True)
-    # A sum of shares is at most the number of voters.
-    order = jnp.sum(votes, axis=0) + jnp.where(wanted, voters + 1.0, 0.0)
     blocks = jnp.arange(num_blocks)
-    return top_blocks(jnp.where((blocks >= first) & (blocks < end), order, -1.0), count)
+    eligible = (blocks >= first) & (blocks < end)
+    turns = min(count, num_blocks)
+    _, chosen = jax.lax.top_k(jnp.where(eligible, votes, -1.0), turns)
+    turn = jnp.full((voters, num_blocks), turns).at[jnp.arange(voters)[:, None], chosen].set(jnp.arange(turns))
+    # A sum of shares is at most the number of voters: it decides within a turn.
+    order = turns - jnp.min(turn, axis=0) + jnp.sum(votes, axis=0) / (voters + 1)
+    return top_blocks(jnp.where(eligible, order, -1.0), count)

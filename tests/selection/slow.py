@@ -50,13 +50,12 @@ def shares(q, means, local_lse, first: int, end: int, group: int, block: int, sc
 
 
 def candidate_blocks(shares: np.ndarray, first: int, end: int, count: int) -> list[int]:
-    if end <= first:
-        return []
     votes = shares.max(axis=0)
-    favourites = {first + int(np.argmax(vote[first:end])) for vote in votes}
-    rest = sorted(set(range(first, end)) - favourites, key=lambda b: (-votes[:, b].sum(), b))
-    by_votes = sorted(favourites, key=lambda b: (-votes[:, b].sum(), b))
-    return sorted([*by_votes, *rest][:count])
+    taken: list[int] = []
+    for turn in range(end - first):
+        choices = {sorted(range(first, end), key=lambda b: (-vote[b], b))[turn] for vote in votes}
+        taken += sorted(choices - set(taken), key=lambda b: (-votes[:, b].sum(), b))
+    return sorted(taken[:count])
 
 
 def masses(q, context, blocks: list[int], free, local_lse, block: int, scale: float) -> list[float]:

@@ -207,6 +207,12 @@ def test_what_later_epochs_left_and_garbage_change_nothing():
     np.testing.assert_array_equal(before[:4], after[:4])
 
 
+def test_a_record_is_joined_with_what_was_left_before():
+    left = jnp.asarray([[3, 50], [1, 7], [-1, 0], [9, 5]], jnp.int32)
+    joined = hot_module.joined(jnp.asarray([4, 9, 0, 20], jnp.int32), left)
+    assert np.asarray(joined).tolist() == [4, 9, 0, 50]
+
+
 def test_lists():
     assert np.asarray(ascending(jnp.asarray([[3, -1, 0], [-1, -1, 7]]))).tolist() == [[0, 3, -1], [7, -1, -1]]
     assert np.asarray(top_blocks(jnp.asarray([1.0, 2.0, 1.0, -1.0, 2.0]), 3)).tolist() == [0, 1, 4]
