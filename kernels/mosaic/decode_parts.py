@@ -144,10 +144,10 @@ def locate(tiles, tiles_per_page, operands, number, sequence):
     return jnp.clip(tile, 0, tiles - 1), sequence
 
 
-def tiles(shape, dtype):
-    columns = 128 // dtype.itemsize
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+def tiles(shape, dtype, row_bytes=128):
+    """Shared memory for operands of products, so many bytes of a row side by side."""
+    tiling = plgpu.TilingTransform((8, row_bytes // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 

@@ -24,8 +24,8 @@ _ROPE_STAGES = 2
 _SCORE_REGISTERS = 184
 _VALUE_REGISTERS = 160
 _SCORES = 2
-_COLUMNS = 128
-"""Columns of 8 bits that lie side by side in shared memory."""
+_COLUMNS = 64
+"""Columns of 8 bits that lie side by side in shared memory, and are made bfloat16 at a time: with 128 registers spill."""
 
 
 def reason_against(q: jax.Array, cache: QuantizedLatents, kv_rank: int) -> str | None:
@@ -34,8 +34,8 @@ def reason_against(q: jax.Array, cache: QuantizedLatents, kv_rank: int) -> str |
         return f"queries are {q.dtype}, the cache {cache.values.dtype} with {cache.scale.shape[-1]} scales for a token"
     if cache.values.shape[2] % TILE:
         return f"pages of {cache.values.shape[2]} tokens are no multiple of {TILE}"
-    if kv_rank % (2 * _COLUMNS) or kv_rank > 512:
-        return f"kv_rank = {kv_rank} is no multiple of {2 * _COLUMNS} up to 512"
+    if kv_rank % (4 * _COLUMNS) or kv_rank > 512:
+        return f"kv_rank = {kv_rank} is no multiple of {4 * _COLUMNS} up to 512"
     if cache.rope.shape[-1] != TILE:
         return f"the rope part has {cache.rope.shape[-1]} dimensions, not {TILE}"
     return None
@@ -85,7 +85,7 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
 def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
     scratch = {
-        "values": parts.tiles((2, _STAGES, TILE, shape.half), jnp.dtype(jnp.int8)),
+        "values": parts.tiles((2, _STAGES, TILE, shape.half), jnp.dtype(jnp.int8), _COLUMNS),
         "wide": parts.tiles((2, TILE, shape.half), shape.dtype),
         "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
         "q_rope": parts.tiles((TILE, shape.rope), shape.dtype),
