@@ -25,7 +25,7 @@ _SCORE_REGISTERS = 184
 _VALUE_REGISTERS = 160
 _SCORES = 2
 _COLUMNS = 64
-"""Columns of 8 bits that lie side by side in shared memory, and are made bfloat16 at a time: with 128 registers spill."""
+"""Columns of 8 bits that lie side by side in shared memory, and are made bfloat16 at a time; 128 spill registers."""
 
 
 def reason_against(q: jax.Array, cache: QuantizedLatents, kv_rank: int) -> str | None:
