@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,11 @@ def evaluate(llm: LLM, setting: Setting, todo: Sequence[Cell], settings: Setting
     missing = [cell for cell in todo if cell.key(setting) not in records]
     with (
         tqdm(total=len(todo), initial=len(todo) - len(missing), desc="samples", dynamic_ncols=True) as bar,
-        ThreadPoolExecutor() as pool,  # tokenizers work outside of Python's lock
+        ExitStack() as stack,
     ):
+        pool = ThreadPoolExecutor()  # tokenizers work outside of Python's lock
+        # After an interrupt nothing is waited for that has not begun.
+        stack.callback(pool.shutdown, cancel_futures=True)
 
         def prepare(batch: list[Cell]) -> list[Future[Sample]]:
             return [pool.submit(make_sample, c.task, c.length, c.depth, c.sample, settings) for c in batch]

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxinfer.bundled import bundled_folder
 from jaxinfer.configs.engine import DEFAULT_MODEL
 from jaxinfer.evaluation.haystack import king_james
 from launch.bundled_model.held_out import expert_load
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = bundled_folder(DEFAULT_MODEL)
+FOLDER = ROOT / "jaxinfer" / "bundled" / DEFAULT_MODEL
 WINDOW = 512
 
 TEXTS = {
