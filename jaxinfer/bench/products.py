@@ -43,7 +43,7 @@ _GROUPED: dict[tuple[int, ...], Published] = {
 }
 
 
-def _prepare(form: str, x: jax.Array, w: jax.Array) -> tuple:
+def prepare(form: str, x: jax.Array, w: jax.Array) -> tuple:
     """`x [M, K]` and `w [..., N, K]` and their scales as the products take them."""
     dtype, scheme = FORMS[form]
     if scheme is None:
@@ -71,7 +71,7 @@ class _Product(Operation):
         key_x, key_w = jax.random.split(jax.random.key(seed))
         x = jax.random.normal(key_x, (m, k), jnp.bfloat16)
         w = jax.random.normal(key_w, (*self._weights(case), n, k), jnp.bfloat16)
-        return _prepare(case.form, *(jnp.where(positive, jnp.abs(a), a) for a in (x, w)))
+        return prepare(case.form, *(jnp.where(positive, jnp.abs(a), a) for a in (x, w)))
 
     def _sample(self, case: Case, x, w, x_scale, w_scale, y) -> dict[str, jax.Array]:
         """Of rows `x`, `w [columns, K]` or one such for each row."""

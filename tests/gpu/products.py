@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
-from jaxinfer.bench.products import FORMS
-from jaxinfer.kernels.quantize import quantize, quantize_weight
+from jaxinfer.bench.products import prepare
 
 E4M3 = jnp.float8_e4m3fn
 ROTATED = 4
 L2_BYTES = 60e6
+
+_prepared = jax.jit(prepare, static_argnums=0)
 
 
 def data(kind: str, shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -26,21 +27,9 @@ def data(kind: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.dlpack.from_dlpack(values)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def prepare(form: str, x: jax.Array, w: jax.Array) -> tuple:
-    """Float32 `x [m, k]` and `w [..., n, k]` as operands of a product."""
-    dtype, scheme = FORMS[form]
-    if scheme is None:
-        return x.astype(dtype), w.astype(dtype), None, None
-    x, x_scale = quantize(x, scheme=scheme, dtype=dtype)
-    of_weight = functools.partial(quantize_weight, scheme=scheme, dtype=dtype)
-    w, w_scale = of_weight(w) if w.ndim == 2 else jax.vmap(of_weight)(w)
-    return x, w, x_scale, w_scale
-
-
 def operands(form: str, kind: str, m: int, n: int, k: int, groups: int | None = None) -> tuple:
     front = () if groups is None else (groups,)
-    return prepare(form, data(kind, (m, k), m + k), data(kind, (*front, n, k), n + k))
+    return _prepared(form, data(kind, (m, k), m + k), data(kind, (*front, n, k), n + k))
 
 
 def shapes_of(form: str, m: int, n: int, k: int, groups: int | None = None) -> tuple:

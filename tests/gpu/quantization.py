@@ -25,7 +25,7 @@ def check_quantize(name: str) -> dict:
 
 def check_quantize_kernel(name: str, form: str, rows: int, columns: int) -> dict:
     """The kernel against numpy (exact) where it only divides, else against the reference on the CPU."""
-    from tests.gpu.products import FORMS
+    from jaxinfer.bench.products import FORMS
 
     dtype, scheme = FORMS[form]
     rng = np.random.default_rng(0)
