@@ -158,8 +158,9 @@ def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Ar
         blocks = () if scheme == "row" else (weight.shape[-1] // 128,)
         return dequantize_weight(values, weight.scale[0, expert].reshape(-1, *blocks), jnp.float32)
 
+    # Weights are an argument: what a program closes over, it holds as constants, here 11 GB.
     @jax.jit
-    def one(x, expert, factor):
+    def one(weights, x, expert, factor):
         gate_up = jnp.dot(multiplied(weights["gate_up"], expert), x, precision="highest").astype(jnp.bfloat16)
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2)
         hidden = dequantize(*quantize((jax.nn.silu(gate) * up)[None], scheme=scheme, dtype=rows.dtype), jnp.float32)[0]
@@ -169,7 +170,7 @@ def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Ar
     for token in range(16):
         for choice in range(8):
             if int(experts[token, choice]) < held:
-                out[token] += np.asarray(one(x[token], experts[token, choice], factors[token, choice]))
+                out[token] += np.asarray(one(weights, x[token], experts[token, choice], factors[token, choice]))
     return out
 
 
