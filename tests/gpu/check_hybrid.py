@@ -120,8 +120,8 @@ def smoke(small: bool, turn: Turn) -> None:
     agreement = float(np.mean(one.argmax(-1) == two.argmax(-1)))
     same = sum(a == b for a, b in zip(tokens["dense"], tokens["hybrid"], strict=True))
     said = (
-        f"budgets for everything against dense, {len(rows)} rows of {length:,}: median KL {divergence:.1e}, top-1 agreement "
-        f"{100 * agreement:.0f} %, {same} of 8 greedy tokens equal; {time.monotonic() - started:.0f} s"
+        f"budgets for everything against dense, {len(rows)} rows of {length:,}: median KL {divergence:.1e}, top-1 "
+        f"agreement {100 * agreement:.0f} %, {same} of 8 greedy tokens equal; {time.monotonic() - started:.0f} s"
     )
     good = bool(np.isfinite(divergence)) and divergence < DIVERGENCE and agreement > 0.95
     say(event="row", said=said, good=good)
