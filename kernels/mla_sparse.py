@@ -7,7 +7,10 @@ and head.  What few share (retrieved blocks) is cheaper absorbed, `2 (2 kv_rank 
 
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.dispatch import Implementation
 from jaxinfer.kernels.latents import Latents
+from jaxinfer.kernels.mosaic import mla_prefill as mosaic
 from jaxinfer.kernels.reference import mla_sparse as reference
 
 
@@ -20,6 +23,8 @@ def mla_window(
     limit: Int[Array, " T"],
     *,
     scale: float,
+    runs: tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
     """Multi-head latent attention of each query to the keys `first <= s < limit`, heads expanded.
 
@@ -31,10 +36,17 @@ def mla_window(
         v_b: `[H, v, kv_rank]` expands a latent to the values of each head.
         first: `[T]` int32, the first key of each query.
         limit: `[T]` int32, the end of its keys, at most `S`; not after `first`: none.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
+        runs: the ranges of all queries together cover at most so many runs of so many successive keys.  Memory and the
+            work of expanding are in proportion to that; None: to `S`.
+        implementation: None chooses (see `dispatch`).
 
     Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, both float32; a query without keys has 0 and -inf.
+    Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
+    reason = mosaic.reason_against(q, context, k_b, v_b)
+    if dispatch.choose("mla_window", implementation, reason) == "mosaic":
+        return mosaic.mla_window(q, context, k_b, v_b, first, limit, scale=scale, runs=runs)
     return reference.mla_window(q, context, k_b, v_b, first, limit, scale=scale)
 
 

@@ -1,4 +1,4 @@
-"""Flash attention on Hopper, heads expanded, each query limited to some of the first keys.
+"""Flash attention on Hopper, heads expanded, each query limited to a range of successive keys.
 
 A persistent grid of one thread block per multiprocessor, in clusters of two that attend queries of one head and copy
 its keys and values once for both.  In a thread block, one warpgroup copies queries, keys and values into shared memory;
@@ -10,6 +10,10 @@ Softmax may subtract any number from the scores that keeps the weights in the ra
 and large weights alike.  The largest score of the first tile does, until a later tile has much larger ones, which
 shows in the sum of its weights; only then is the largest score found again, and what was summed so far rescaled.
 FlashAttention-4 rescales as rarely, but finds the largest score of every tile, a third of the arithmetic of softmax.
+
+Where queries have a first key too, tiles before the first of a block of queries are not copied, and 64 queries pass on
+those before their own.  A query that sees nothing of its first tile begins with a number below every score, so that
+the first weight it has is too large, and its largest score is found then.
 """
 
 import dataclasses
@@ -35,6 +39,8 @@ _LARGE = 2.0**24
 """Weights of a tile whose sum is larger are found again, relative to the largest."""
 _FIRST_NAMED_BARRIER = 8  # those before are Mosaic's
 _LOG2_E = math.log2(math.e)
+_BELOW_ALL = -1e30
+"""Below every score, and finite: its difference to -inf, a hidden score, is no NaN."""
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -73,6 +79,7 @@ def attend(
     k_rope: jax.Array,
     v: jax.Array,
     key_limit: jax.Array,
+    first: jax.Array | None = None,
     *,
     scale: float,
     blocks: Blocks,
@@ -84,6 +91,7 @@ def attend(
         q: `[T, H, nope + rope]` bfloat16; T and S are multiples of 8.
         k, k_rope, v: `[S, H, nope]`, `[S, rope]` and `[S, H, v]` bfloat16, finite everywhere.
         key_limit: `[T]` int32, see `jaxinfer.kernels.mla_prefill`.
+        first: `[T]` int32, each query's first key; where it is not before the limit, the query sees none.  None: 0.
         scale: positive.
         multiprocessors: at least 2.
 
@@ -93,8 +101,15 @@ def attend(
     shape = _Shape(heads=heads, keys=k.shape[0], nope=k.shape[2], rope=k_rope.shape[1], v=v.shape[2])
     scratch = _scratch(shape, blocks)
     limits = jnp.pad(key_limit, (0, -tokens % (_TOGETHER * ROWS)))
-    order, rows = schedule(limits, blocks.keys)
-    operands = {"q": q, "k": k, "k_rope": k_rope, "v": v, "limits": limits, "schedule": order, "rows": rows}
+    operands = {"q": q, "k": k, "k_rope": k_rope, "v": v}
+    if first is None:
+        order, rows = schedule(limits, blocks.keys)
+    else:
+        first = jnp.pad(first, (0, -tokens % (_TOGETHER * ROWS)))
+        limits = jnp.where(limits > first, limits, 0)
+        order, rows = window_schedule(first, limits, blocks.keys)
+        operands["first"] = first
+    operands |= {"limits": limits, "schedule": order, "rows": rows}
 
     def body(operands, out, lse):
         pl.run_scoped(
@@ -136,6 +151,34 @@ def schedule(limits: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
     return jnp.stack((order, longest[order])).astype(jnp.int32), jnp.stack((tiles, whole)).astype(jnp.int32)
 
 
+def window_schedule(first: jax.Array, limits: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
+    """What there is to do for the keys `first <= s < limits`, `[T]` each, in tiles of so many keys; limit 0: none.
+
+    Returns:
+        int32 `[3, T / 256]`: blocks of 256 queries, longest first, the tiles that each reads (at least 1), and the
+        first of these.
+        int32 `[4, T / 64]`: for each 64 queries, the tiles of which one of them sees a part (at least 1, all among the
+        block's), and those of which all see the whole, counted from the first of the former; then that first one, and
+        the first of which all see the whole counted from there.
+    """
+    seen = limits > 0
+
+    def tiles_of(size):
+        limit, start = limits.reshape(-1, size), jnp.where(seen, first, jnp.iinfo(jnp.int32).max).reshape(-1, size)
+        end = -(-jnp.max(limit, axis=1) // keys)
+        return jnp.minimum(jnp.min(start, axis=1) // keys, end), end
+
+    (begin, end), (own, own_end) = tiles_of(_TOGETHER * ROWS), tiles_of(ROWS)
+    count = jnp.maximum(end - begin, 1)
+    order = jnp.argsort(-count)
+    # Queries that see nothing do so in a tile of their block's.
+    own = jnp.where(own_end > own, own, jnp.repeat(begin, _TOGETHER))
+    head = -(-jnp.max(jnp.where(seen, first, 0).reshape(-1, ROWS), axis=1) // keys)
+    whole = jnp.min(limits.reshape(-1, ROWS), axis=1) // keys
+    rows = jnp.maximum(own_end - own, 1), whole - own, own, head - own
+    return jnp.stack((order, count[order], begin[order])).astype(jnp.int32), jnp.stack(rows).astype(jnp.int32)
+
+
 def _scratch(shape, blocks):
     tiling = plgpu.TilingTransform((ALIGNMENT, 64))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
@@ -165,7 +208,7 @@ def shared_memory_bytes(nope: int, rope: int, v: int, blocks: Blocks) -> int:
 
 
 def _items(shape, blocks, operands):
-    """The number of pairs of a head and a block of queries, and the function that finds the pair of an index."""
+    """The number of pairs of a head and a block of queries, and the function that finds what is known of one."""
     count = operands["schedule"].shape[1]
     bytes_per_head = shape.keys * 2 * (shape.nope + shape.v)
     together = min(max(blocks.l2_bytes // bytes_per_head, 1), shape.heads)
@@ -174,7 +217,9 @@ def _items(shape, blocks, operands):
         group, index = index // (together * count), lax.rem(index, jnp.int32(together * count))
         heads = jnp.minimum(together, shape.heads - group * together)
         rank = index // heads
-        return group * together + lax.rem(index, heads), operands["schedule"][0, rank], operands["schedule"][1, rank]
+        block, tiles = operands["schedule"][0, rank], operands["schedule"][1, rank]
+        begin = operands["schedule"][2, rank] if "first" in operands else 0
+        return group * together + lax.rem(index, heads), block, tiles, begin
 
     return shape.heads * count, item
 
@@ -210,7 +255,7 @@ def _copy(shape, blocks, operands, scratch):
             plgpu.barrier_wait(scratch[name].at[slot])
 
     def copy_item(info, carry):
-        head, block, tiles = item(info.index[0])
+        head, block, tiles, begin = item(info.index[0])
         for warpgroup in range(_WARPGROUPS):
             await_free("q_empty", warpgroup, info.local_index > 0)
             rows = pl.ds(_rows(block, jnp.int32(warpgroup)) * ROWS, ROWS)
@@ -220,7 +265,7 @@ def _copy(shape, blocks, operands, scratch):
 
         def tile(index, done):
             slot = lax.rem(done, jnp.int32(blocks.stages))
-            rows = pl.ds(index * blocks.keys, blocks.keys)
+            rows = pl.ds((begin + index) * blocks.keys, blocks.keys)
 
             def copy(name, source, full):
                 full = scratch[full].at[slot]
@@ -268,7 +313,7 @@ def _any_large(_, sums, barrier):
 def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
     """A math warpgroup: 64 queries of each item."""
     count, item = _items(shape, blocks, operands)
-    factor = scale * _LOG2_E
+    windowed, factor = "first" in operands, scale * _LOG2_E
     q = scratch["q"].at[warpgroup]
     accumulator = plgpu.WGMMAAccumulatorRef((ROWS, blocks.keys), jnp.float32)
 
@@ -288,9 +333,19 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
         plgpu.wgmma(scores, q.at[:, : shape.nope], scratch["k"].at[slot].transpose((1, 0)))
         plgpu.wgmma(scores, q.at[:, shape.nope :], scratch["k_rope"].at[slot].transpose((1, 0)))
 
-    def visible(scores, first, limit):
+    def visible(scores, start, limit, first=None):
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
-        return jnp.where(key < across(limit - first, blocks.keys), scores, -jnp.inf)
+        seen = key < across(limit - start, blocks.keys)
+        if first is not None:
+            seen &= key >= across(first - start, blocks.keys)
+        return jnp.where(seen, scores, -jnp.inf)
+
+    def pass_on(start, end):
+        @pl.loop(start, end)
+        def _(tile):
+            for full, empty in (("k_full", "k_empty"), ("v_full", "v_empty")):
+                wait(full, slot_of(tile))
+                release(empty, slot_of(tile))
 
     def largest(scores):
         return jnp.max(scores, axis=1) * factor
@@ -302,12 +357,20 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
     @plgpu.nd_loop((count,), collective_axes="block", init_carry=jnp.int32(0))
     def _item(info, carry):
-        done = carry
-        head, block, tiles = item(info.index[0])
+        head, block, tiles, begin = item(info.index[0])
+        end = carry + tiles
         rows = _rows(block, warpgroup)
         mine, whole = operands["rows"][0, rows], operands["rows"][1, rows]
+        own = operands["rows"][2, rows] if windowed else 0
+        head_tiles = operands["rows"][3, rows] if windowed else 0
+        done = carry + own - begin
         rows = pl.ds(rows * ROWS, ROWS)
         limit = plgpu.load(operands["limits"].at[rows], layout=_ROW, optimized=False)
+        first = None
+        if windowed:
+            limit -= own * blocks.keys
+            first = plgpu.load(operands["first"].at[rows], layout=_ROW, optimized=False) - own * blocks.keys
+            pass_on(carry, done)
         wait("q_full", warpgroup)
 
         def await_keys(index):
@@ -324,10 +387,10 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
         def first_tile(scores):
             start_scores(scores, slot_of(done))
-            found = visible(scores[...], 0, limit)
+            found = visible(scores[...], 0, limit, first)
             release_keys(0)
             top = largest(found)
-            top = jnp.where(top == -jnp.inf, 0.0, top)
+            top = jnp.where(top == -jnp.inf, _BELOW_ALL if windowed else 0.0, top)
             weights, total = weigh(found, top)
             return lax.optimization_barrier(weights.astype(jnp.bfloat16)), top, total
 
@@ -336,12 +399,12 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
             carry = pl.run_scoped(first_tile, accumulator)
             await_keys(1)
 
-            def step(index, carry, masked):
+            def step(index, carry, *bounds):
                 weights, top, total = carry
                 slot, last = slot_of(done + index), slot_of(done + index - 1)
 
                 def seen(scores):
-                    return visible(scores, index * blocks.keys, limit) if masked else scores
+                    return visible(scores, index * blocks.keys, *bounds) if bounds else scores
 
                 def products(scores):
                     start_scores(scores, slot)
@@ -382,9 +445,14 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
                 acc[...] = result
                 return lax.optimization_barrier(weights), top, total
 
-            middle = jnp.maximum(whole, 1)
-            carry = lax.fori_loop(1, middle, lambda i, c: step(i, c, masked=False), carry)
-            weights, top, total = lax.fori_loop(middle, mine, lambda i, c: step(i, c, masked=True), carry)
+            begin_whole, end_whole = 1, jnp.maximum(whole, 1)
+            if windowed:
+                begin_whole = jnp.clip(head_tiles, 1, mine)
+                end_whole = jnp.clip(whole, begin_whole, mine)
+                carry = lax.fori_loop(1, begin_whole, lambda i, c: step(i, c, limit, first), carry)
+            carry = lax.fori_loop(begin_whole, end_whole, step, carry)
+            # Whoever sees a key here sees the tile's first ones.
+            weights, top, total = lax.fori_loop(end_whole, mine, lambda i, c: step(i, c, limit), carry)
             last = slot_of(done + mine - 1)
             wait("v_full", last)
             plgpu.wgmma(acc, weights, scratch["v"].at[last])
@@ -394,13 +462,8 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
         result, top, total = pl.run_scoped(attend, plgpu.WGMMAAccumulatorRef((ROWS, shape.v), jnp.float32))
 
-        @pl.loop(mine, tiles)
-        def _pass_on(index):
-            for full, empty in (("k_full", "k_empty"), ("v_full", "v_empty")):
-                wait(full, slot_of(done + index))
-                release(empty, slot_of(done + index))
-
+        pass_on(done + mine, end)
         inverse = jnp.where(total == 0.0, 0.0, 1 / total)
         out[rows, head] = result * across(inverse, shape.v)
         lse[head, rows] = (top + jnp.log2(total)) / _LOG2_E
-        return done + tiles
+        return end

@@ -7,6 +7,9 @@ from jax import lax
 from jaxinfer.kernels.mosaic.attention import ALIGNMENT, Blocks, attend, shared_memory_bytes
 from jaxinfer.kernels.tiles import SHARED_MEMORY, device
 
+PIECE = 128
+"""Rows of a context that are gathered together."""
+
 Operand = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -45,6 +48,54 @@ def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale, blocks: Blocks | None
         return jnp.zeros((tokens, heads, v), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
 
     return lax.cond(jnp.any(key_limit > 0), visible, nothing)
+
+
+def mla_window(q, context, k_b, v_b, first, limit, *, scale, runs=None, blocks=None, multiprocessors=None):
+    """See `jaxinfer.kernels.mla_sparse`: expands only what lies in the ranges, in pieces of `PIECE` rows."""
+    tokens = q.shape[0]
+    nope, rope, v = _head_dims(context, k_b, v_b)
+    blocks = blocks or _fitting(nope, rope, v)[0]
+    multiprocessors = multiprocessors or device().multiprocessors
+    rows, first, limit = gather_ranges(context, first, limit, ranges_held(context.shape[0], runs))
+    k, k_rope, values = _expand(rows, k_b, v_b, rows.shape[0])
+    padding = (0, -tokens % ALIGNMENT)
+    queries, first, limit = jnp.pad(q, (padding, (0, 0), (0, 0))), jnp.pad(first, padding), jnp.pad(limit, padding)
+    out, lse = attend(
+        queries, k, k_rope, values, limit, first, scale=scale, blocks=blocks, multiprocessors=multiprocessors
+    )
+    return out[:tokens], lse[:, :tokens].T
+
+
+def ranges_held(length, runs):
+    """Pieces of a context of so many rows that `runs` may touch, `(count, rows of each)`; None: all."""
+    every = -(-length // PIECE)
+    return every if runs is None else min(runs[0] * ((runs[1] + 2 * PIECE - 2) // PIECE), every)
+
+
+def gather_ranges(context, first, limit, held):
+    """The rows of `context [S, D]` in the ranges `first <= s < limit`, int32 `[T]` each, one after the other.
+
+    Returns: rows `[held PIECE, D]`, zeros where no range is, whatever `context` holds there; and where each range lies
+    among them, 0 and 0 for those that are empty.
+    """
+    length, width = context.shape
+    pieces = -(-length // PIECE)
+    seen = limit > first
+    begin, end = jnp.where(seen, first // PIECE, 0), jnp.where(seen, -(-limit // PIECE), 0)
+    covered = _covered(begin, end, pieces)
+    place = jnp.cumsum(covered.astype(jnp.int32)) - 1
+    (chosen,) = jnp.nonzero(covered, size=held)
+    whole = jnp.pad(context, ((0, -length % PIECE), (0, 0))).reshape(pieces, PIECE, width)
+    rows = whole.at[chosen].get(mode="clip").reshape(-1, width)
+    start = jnp.where(seen, place[begin] * PIECE + first % PIECE, 0)
+    end = start + jnp.where(seen, limit - first, 0)
+    return jnp.where(_covered(start, end, rows.shape[0])[:, None], rows, 0), start, end
+
+
+def _covered(begin, end, size):
+    """Which of `size` places are in one of the ranges `begin <= i < end`, bool."""
+    steps = jnp.zeros(size + 1, jnp.int32).at[begin].add(1).at[end].add(-1)
+    return jnp.cumsum(steps[:size]) > 0
 
 
 def _expand(latents, k_b, v_b, written):
