@@ -1,4 +1,4 @@
-"""The window form of the Mosaic prefill kernel: against the float32 reference in the interpreter, and lowered for CUDA."""
+"""The window form of the Mosaic prefill kernel: in the interpreter against float32, and lowered for CUDA."""
 
 import functools
 
