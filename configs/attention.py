@@ -152,6 +152,21 @@ PRESETS: dict[str, Hybrid] = {
 }
 """Budgets by name: about 7.0, 7.8 and 12.4 thousand keys a query on the mean of a prompt of a million tokens."""
 
+AUTO_DENSE_BELOW: int | None = None
+"""The position from which on `auto` reads sparsely on a GPU, as it is measured to be faster there than dense attention
+(`python -m tests.gpu.check_hybrid`); None: nowhere yet."""
+
+
+def automatic_policy(max_context: int, dense_below: int | None = AUTO_DENSE_BELOW) -> Policy:
+    """What `auto` means on a GPU for contexts of up to `max_context` tokens: dense below a position, then balanced.
+
+    Dense altogether where no context is longer, as with every model that has no positions for more.
+    """
+    if dense_below is None or max_context <= dense_below:
+        return DENSE
+    return replace(PRESETS["balanced"], dense_below=dense_below)
+
+
 POLICY_FORMS = (
     "dense, hybrid, fast, balanced or accurate, and after a colon changes separated by commas: "
     "hybrid:window=2048,retrieve_blocks=8,0-3=dense,4-7.retrieve_blocks=64"

@@ -39,7 +39,10 @@ class EngineOptions:
     stays bfloat16.  Decode with int8 rounds its queries to 8 bits as well.
     """
     attention: str | Dense | Hybrid = "auto"
-    """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto, which is dense."""
+    """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto.
+
+    auto is dense on CPU; on a GPU it is `configs.attention.automatic_policy`, if pages and mesh allow for its grid.
+    """
     max_context: int | None = None
     """Most tokens of a request, prompt and answer together; default: what the model has positions for."""
     chunk_size: int | None = None
@@ -76,8 +79,8 @@ class EngineOptions:
             raise ValueError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
 
     @property
-    def policy(self) -> Dense | Hybrid:
-        """What `attention` says.  Raises ValueError for what is no policy."""
+    def policy(self) -> Dense | Hybrid | None:
+        """What `attention` says, None for auto.  Raises ValueError for what is no policy."""
         if not isinstance(self.attention, str):
             return self.attention
-        return parse_policy("dense" if self.attention == "auto" else self.attention)
+        return None if self.attention == "auto" else parse_policy(self.attention)

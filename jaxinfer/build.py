@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import cache_spec
-from jaxinfer.configs.attention import Dense, Hybrid
+from jaxinfer.configs.attention import DENSE, Dense, Hybrid, automatic_policy
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.kv_format import FLOAT_FORMATS, FORMATS, KVFormat
 from jaxinfer.configs.model import ModelConfig
@@ -61,11 +61,11 @@ def build_engine(
 
     precision = _precision(options, source, on_gpu)
     kv = FORMATS[options.kv] if options.kv != "auto" else FLOAT_FORMATS[precision.dtype.name]
-    policy = options.policy.for_heads(config.num_heads) if isinstance(options.policy, Hybrid) else options.policy
+    layout = _layout(options, rules, on_gpu)
+    policy = _policy(options, config, rules, layout, on_gpu)
     phase("loading")
     params = source.load(parameter_specs(config, rules, mesh, precision), progress)
-    capacity = _capacity(options, policy, config, precision, params, rules, mesh, kv, on_gpu)
-    _check_policy(policy, config, rules, capacity.layout)
+    capacity = _capacity(options, policy, config, precision, params, rules, mesh, layout, kv, on_gpu)
 
     runner = Runner(
         config,
@@ -105,26 +105,52 @@ def _anchors(policy: Dense | Hybrid, source: ModelSource) -> Anchors | None:
     return Anchors(codes, policy.anchor_gap, policy.anchor_boundaries)
 
 
-def _check_policy(policy: Dense | Hybrid, config: ModelConfig, rules: Rules, layout: Layout) -> None:
-    """Raises ValueError for a hybrid policy of other layers, or whose grid the pages or the mesh would cut."""
+def _policy(options: EngineOptions, config: ModelConfig, rules: Rules, layout: Layout, on_gpu: bool) -> Dense | Hybrid:
+    """What the options ask for.  Raises ValueError for a policy of layers that the model does not have, or whose grid
+    the pages or the mesh would cut; `auto` is dense then."""
+    automatic = options.policy is None
+    policy = options.policy
+    if policy is None:
+        policy = automatic_policy(options.max_context or config.max_positions) if on_gpu else DENSE
     if isinstance(policy, Dense):
-        return
+        return policy
+    policy = policy.for_heads(config.num_heads)
+    reason = _reason_against(policy, config, rules, layout)
+    if reason is None:
+        return policy
+    if automatic:
+        log.warning("attention is dense: %s", reason)
+        return DENSE
+    raise ValueError(reason)
+
+
+def _reason_against(policy: Hybrid, config: ModelConfig, rules: Rules, layout: Layout) -> str | None:
     beyond = [end - 1 for _, end, _ in policy.layers if end > config.num_layers]
     if beyond:
-        raise ValueError(f"expected layers of the attention policy below {config.num_layers}, got {beyond[0]}")
+        return f"expected layers of the attention policy below {config.num_layers}, got {beyond[0]}"
     for name in ("group", "query_block"):
         if layout.stripe % getattr(policy, name):
-            raise ValueError(
+            return (
                 f"expected {name} of the attention policy to divide {layout.stripe}, the tokens that chunk_size and "
                 f"page_size keep together, got {getattr(policy, name)}"
             )
     ranks = rules.size(Plan.prefill(rules).axes("heads", config.num_heads))
     for of in (policy, *(entry[2] for entry in policy.layers)):
         if isinstance(of, Hybrid) and of.head_groups % ranks:
-            raise ValueError(
+            return (
                 f"expected head_groups of the attention policy to be a multiple of the {ranks} ranks that divide the "
                 f"heads, got {of.head_groups}"
             )
+    return None
+
+
+def _layout(options: EngineOptions, rules: Rules, on_gpu: bool) -> Layout:
+    page_size = options.page_size or 64
+    return Layout(rules.mesh.cp, math.gcd(_chunk_size(options, on_gpu), page_size), page_size)
+
+
+def _chunk_size(options: EngineOptions, on_gpu: bool) -> int:
+    return options.chunk_size or (8192 if on_gpu else 256)
 
 
 def _capacity(
@@ -135,6 +161,7 @@ def _capacity(
     params: Tree,
     rules: Rules,
     mesh: Mesh,
+    layout: Layout,
     kv: KVFormat,
     on_gpu: bool,
 ) -> Capacity:
@@ -142,15 +169,13 @@ def _capacity(
     wanted = options.max_context or config.max_positions
     if wanted > config.max_positions:
         raise ValueError(f"max_context={wanted}, but the model has {config.max_positions} positions")
-    chunk = options.chunk_size or (8192 if on_gpu else 256)
     sequences = options.max_num_seqs or (64 if on_gpu else 16)
-    page_size = options.page_size or 64
-    layout = Layout(rules.mesh.cp, math.gcd(chunk, page_size), page_size)
+    page_size = layout.page_size
     capacity = Capacity(
         replicas=rules.mesh.replicas,
         layout=layout,
         pages_per_rank=1,
-        chunk_size=chunk,
+        chunk_size=_chunk_size(options, on_gpu),
         max_segments=MAX_SEGMENTS,
         max_num_seqs=sequences,
         max_context=wanted,

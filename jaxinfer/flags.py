@@ -75,7 +75,10 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "format of the latent cache: auto is fp32 where --precision is, else bf16; int8 has a scale for each token and "
         "layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16",
     )
-    attention = f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}"
+    attention = (
+        "which positions a query reads: auto (dense, on a GPU only as far as hybrid is not measured to be faster), or "
+        f"{POLICY_FORMS}"
+    )
     if "attention" in lists:
         flags.DEFINE_list(
             "attention", "auto", f'{attention}. Several are separated by commas; quote one with commas (")'

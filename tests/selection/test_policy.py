@@ -1,8 +1,10 @@
 """The hybrid policy: what it refuses, its presets, its layers, and how it is written in one line."""
 
+from dataclasses import replace
+
 import pytest
 
-from jaxinfer.configs.attention import PRESETS, Dense, Hybrid, parse_policy
+from jaxinfer.configs.attention import PRESETS, Dense, Hybrid, automatic_policy, parse_policy
 
 
 def test_presets_are_policies():
@@ -13,6 +15,12 @@ def test_presets_are_policies():
     assert parse_policy("dense") == Dense()
     budgets = [policy.retrieve_blocks + policy.hot_blocks for policy in PRESETS.values()]
     assert budgets == [14, 20, 56]
+
+
+def test_automatic_is_dense_up_to_the_crossover():
+    assert automatic_policy(1 << 20, None) == automatic_policy(65536, 65536) == Dense()
+    policy = automatic_policy(65537, 65536)
+    assert policy == replace(PRESETS["balanced"], dense_below=65536)
 
 
 def test_changes_in_one_line():
