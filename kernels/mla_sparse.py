@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.dispatch import Implementation
 from jaxinfer.kernels.latents import Latents
+from jaxinfer.kernels.mosaic import mla_blocks as mosaic_blocks
 from jaxinfer.kernels.mosaic import mla_prefill as mosaic
 from jaxinfer.kernels.reference import mla_sparse as reference
+from jaxinfer.kernels.tiles import device
 
 
 def mla_window(
@@ -59,23 +61,31 @@ def mla_blocks(
     block: int,
     kv_rank: int,
     scale: float,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "n Q H kv_rank"], Float[Array, "n Q H"]]:
     """Attention of each block of `Q` queries to key blocks of its own, absorbed.
 
     Args:
         q: `[n, Q, H, kv_rank + rope]` queries in the space of the latents.
-        context: `[S, kv_rank + rope]` in the order of the positions; `block` divides `S`.
+        context: `[S, kv_rank + rope]` in the order of the positions; `block` divides `S`.  Blocks that are listed
+            hold numbers only, others may hold anything.
         blocks: `[n, G, N]` int32, the key blocks that each group of `H / G` successive heads reads, none twice;
             -1: none.
         free: `[S]`, whether a key counts: those that the query reads elsewhere do not.
         block: tokens of a key block.
         kv_rank: how many of a latent's numbers are values, the first ones.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
+        implementation: None chooses (see `dispatch`).
 
-    Returns: output `[n, Q, H, kv_rank]`, the attended latent, and log-sum-exp `[n, Q, H]`, both float32; a query
-    without keys has 0 and -inf.
+    Returns: output `[n, Q, H, kv_rank]`, the attended latent, of the type of `q`, and log-sum-exp `[n, Q, H]`, float32;
+    a query without keys has 0 and -inf.
+    Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
-    return reference.mla_blocks(q, context, blocks, free, block=block, kv_rank=kv_rank, scale=scale)
+    arguments, sizes = (q, context, blocks, free), {"block": block, "kv_rank": kv_rank, "scale": scale}
+    reason = mosaic_blocks.reason_against(q, context, block, kv_rank)
+    if dispatch.choose("mla_blocks", implementation, reason) == "reference":
+        return reference.mla_blocks(*arguments, **sizes)
+    return mosaic_blocks.mla_blocks(*arguments, **sizes, multiprocessors=device().multiprocessors)
 
 
 def mla_sparse_decode(

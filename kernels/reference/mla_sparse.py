@@ -83,7 +83,7 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
 
         split = q.reshape(queries, groups, heads // groups, dim)
         out, lse = jax.vmap(of_group, in_axes=(1, 0), out_axes=1)(split, blocks)
-        return out.reshape(queries, heads, kv_rank), lse.reshape(queries, heads)
+        return out.reshape(queries, heads, kv_rank).astype(q.dtype), lse.reshape(queries, heads)
 
     each = listed * block * 4 * (queries * heads + groups * dim)
     batch = max(1, min(_QUERY_BLOCKS, _SCORE_BYTES // each))
