@@ -54,6 +54,8 @@ def merge_over(out: jax.Array, lse: jax.Array, axis: str, scatter_heads: bool) -
     Args: `out [batch, heads, v]` float32 and `lse [batch, heads]` float32 (0 and -inf where a rank saw no key).
     With `scatter_heads` each rank keeps its piece of the heads, `[batch, heads / ranks, v]`; else all keep all.
     """
+    if lax.axis_size(axis) == 1:
+        return out
     top = lax.pmax(lse, axis)
     weight = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
     total = lax.psum(weight, axis)

@@ -14,6 +14,7 @@ from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.quantized import Activation, Weight
 from jaxinfer.kernels.rope import apply_rope
+from jaxinfer.kernels.rope import rope as apply_rope_to_queries
 from jaxinfer.model import sparse, sparse_decode
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.linear import einsum, linear, normalised, read_by
@@ -70,8 +71,8 @@ class Attention(nnx.Module):
 
         Writes the tokens' latents to the cache first: they lie on this rank.  Returns float32 `[T, d]` and the cache.
         """
-        q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
-        q = jnp.concatenate((q_nope, q_rope), axis=-1)
+        q, cos, sin, cache = self._project(x, cache, layer, batch, rope, plan)
+        q = apply_rope_to_queries(q, cos, sin)
         heads = plan.axes("heads", self.config.num_heads)
 
         def attend(policy):
@@ -131,7 +132,9 @@ class Attention(nnx.Module):
 
         Returns float32 `[B, d]` and the cache.
         """
-        q_nope, q_rope, cache = self._project(x, cache, layer, batch, rope, plan)
+        q, cos, sin, cache = self._project(x, cache, layer, batch, rope, plan)
+        q_nope, q_rope = jnp.split(q, (self.config.qk_nope_head_dim,), axis=-1)
+        q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
         absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
         head_axes = plan.axes("heads", self.config.num_heads)
@@ -156,10 +159,13 @@ class Attention(nnx.Module):
         out, lse, beside = policies.call(layer, attend)
         cache = Cache(cache.latents, *beside)
         attended = merge_over(out, lse, "cp", scatter_heads=heads_over_cp)
-        return self._output(einsum("bhc,hvc->bhv", attended.astype(self.dtype), self.v_b), plan), cache
+        # Else XLA may round the kernel's partial results as well, and take a slice of them after.
+        attended = lax.optimization_barrier(attended.astype(self.dtype))
+        return self._output(einsum("bhc,hvc->bhv", attended, self.v_b), plan), cache
 
     def _project(self, x, cache, layer, batch, rope, plan):
-        """Queries `[T, H, nope]` and `[T, H, rope]` of this rank's heads, and the cache with the tokens' latents."""
+        """Queries `[T, H, nope + rope]` of this rank's heads, not rotated yet, cosines and sines `[T, rope / 2]` of the
+        tokens' positions, and the cache with their latents."""
         config = self.config
         if config.q_lora_rank is None:
             q = linear(x, self.q, self.dtype)
@@ -169,13 +175,12 @@ class Attention(nnx.Module):
             q = linear(q_latent, self.q_b, self.dtype)
         q = q.reshape(q.shape[0], -1, config.qk_head_dim)
         cos, sin = (table.at[batch.positions].get(mode="clip") for table in rope)
-        q_nope, q_rope = jnp.split(q, (config.qk_nope_head_dim,), axis=-1)
-        q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
-        latents = self._latent(x, self.kv_a, config.latent_dim, plan)
+        # XLA would make one product of the two that read x, and for that a copy of both weights.
+        latents = self._latent(lax.optimization_barrier(x), self.kv_a, config.latent_dim, plan)
         norm = self.kv_a_norm, config.latent_norm_eps
         place = layer, batch.write_page, batch.write_offset
         written = cache_write(cache.latents, *place, latents, *norm, cos, sin)
-        return q_nope, q_rope, cache._replace(latents=written)
+        return q, cos, sin, cache._replace(latents=written)
 
     def _latent(self, x, projection, size, plan):
         return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)

@@ -9,19 +9,20 @@ from jaxinfer.kernels.quantized import Activation, Quantized, Weight, product, q
 
 def einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """`jnp.einsum(equation, x, weight)`, accumulated in float32 and rounded once, to the type of `x`."""
-    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum(equation, x, weight, preferred_element_type=x.dtype)
 
 
 def linear(x: Activation, weight: Weight, out_dtype) -> jax.Array:
     """`x [T, K]` times a weight `[..., K]` (its columns taken together): `[T, N]`.
 
-    Accumulated in float32 and rounded once, to `out_dtype`: float32 for what is added to the residual stream.
+    Accumulated in float32 and rounded once, to `out_dtype`: float32 for what is added to the residual stream.  The
+    product itself rounds: on a GPU, a float32 result would go through memory before XLA rounds it.
     """
     if isinstance(x, Quantized) and isinstance(weight, Quantized):
         return product(x, weight, out_dtype)
     assert not isinstance(x, Quantized) and not isinstance(weight, Quantized)
     matrix = weight.reshape(-1, x.shape[1])
-    return jnp.einsum("tk,nk->tn", x, matrix, preferred_element_type=jnp.float32).astype(out_dtype)
+    return jnp.einsum("tk,nk->tn", x, matrix, preferred_element_type=out_dtype)
 
 
 def read_by(reader: Weight, x: jax.Array, dtype: jnp.dtype) -> Activation:

@@ -82,7 +82,7 @@ def _swiglu(row, refs, index):
     return gate * (root * root) * up
 
 
-def _divide(x, scale, blocks):
+def divide(x, scale, blocks):
     """`x / scale` rounded as a division is, for the price of three products where products and sums are fused.
 
     The quotient by the reciprocal is off in the last place; its remainder is exact and corrects it (P. Markstein,
@@ -108,7 +108,7 @@ def _rows(prologue, operands, columns, scheme, dtype, power_of_two):
         x = prologue(row, operands, index)
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=x.ndim - 1), AMAX_FLOOR)
         scale = scale_of(amax, dtype, power_of_two)
-        x = _divide(x, scale, row.blocks)
+        x = divide(x, scale, row.blocks)
         q[index] = (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
         if row.blocks:
             scales[:, index] = scale
