@@ -5,10 +5,9 @@ blocks of the epochs before it alone.  So a prefix that is read again, by whatev
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kernels.selection.lists import top_blocks
+from jaxinfer.kernels.selection.lists import top_blocks, top_k
 
 EPOCHS = 4
 """Epochs that make a block hot, each with half the weight of the one after it."""
@@ -36,7 +35,7 @@ def record(amounts: Int[Array, " NB"], count: int) -> Int[Array, "count 2"]:
 
     Of equal amounts the earlier block goes first; (-1, 0) where fewer blocks have any.
     """
-    values, blocks = lax.top_k(amounts, min(count, amounts.shape[0]))
+    values, blocks = top_k(amounts, min(count, amounts.shape[0]))
     pairs = jnp.stack((jnp.where(values > 0, blocks, -1), values), axis=-1)
     nothing = jnp.tile(jnp.array([[-1, 0]], jnp.int32), (count - pairs.shape[0], 1))
     return jnp.concatenate((pairs, nothing))

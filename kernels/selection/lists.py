@@ -1,5 +1,6 @@
 """Lists of block numbers: ascending, with -1 at the end where there are fewer than the list has places."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -12,9 +13,39 @@ def ascending(blocks: Int[Array, "... N"]) -> Int[Array, "... N"]:
     return jnp.where(ordered == last, -1, ordered)
 
 
+_WIDE = 8
+"""Rows up to so many times as long as the list that is wanted of them are sorted whole."""
+
+
+def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[jax.Array, jax.Array]:
+    """The same as `lax.top_k` (largest first, of equal ones the earlier), which on a GPU sorts whole rows.
+
+    The `k` largest lie in the `k` pieces of a row whose largest are the largest (of equal ones the earlier): only the
+    largest of each piece are sorted, and then what these pieces hold.
+
+    Returns: values `[..., k]` and their places in the row, int32.
+    """
+    size = values.shape[-1]
+    if size <= _WIDE * k:
+        found, places = lax.top_k(values, k)
+        return found, places
+    piece = 2
+    while size > piece * _WIDE * k:
+        piece *= 2
+    # What is added at the end is no larger than anything, and there are k before it.
+    least = -jnp.inf if jnp.issubdtype(values.dtype, jnp.floating) else jnp.iinfo(values.dtype).min
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % piece)]
+    pieces = jnp.pad(values, padding, constant_values=least).reshape(*values.shape[:-1], -1, piece)
+    _, best = lax.top_k(jnp.max(pieces, axis=-1), k)
+    best = jnp.sort(best, axis=-1)
+    rest = jnp.take_along_axis(pieces, best[..., None], axis=-2).reshape(*values.shape[:-1], k * piece)
+    found, places = top_k(rest, k)
+    return found, jnp.take_along_axis(best, places // piece, axis=-1) * piece + places % piece
+
+
 def top_blocks(order: Float[Array, " NB"] | Int[Array, " NB"], count: int) -> Int[Array, " count"]:
     """The `count` blocks of the largest order that is not negative; of equal ones the earlier is taken."""
-    values, blocks = lax.top_k(order, min(count, order.shape[0]))
+    values, blocks = top_k(order, min(count, order.shape[0]))
     blocks = jnp.pad(jnp.where(values >= 0, blocks, -1), (0, count - blocks.shape[0]), constant_values=-1)
     return ascending(blocks)
 

@@ -4,15 +4,28 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.mosaic import block_masses, block_scores
 from jaxinfer.kernels.reference.rows import map_active
 from jaxinfer.kernels.selection.probes import probe_rows
-from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses, group_logits
+from jaxinfer.kernels.selection.scores import (
+    candidate_blocks,
+    estimated_shares,
+    exact_masses,
+    group_logits,
+    masses_of_blocks,
+    shares_of_best,
+)
+from jaxinfer.kernels.tiles import device
 
 _LOGIT_BYTES = 256 * 2**20
 _QUERY_BLOCKS = 8
 """Query blocks that are taken at a time, and as many as their logits have room for."""
+_SCORE_BYTES = 640 * 2**20
+"""Room for the scores of blocks: of a chunk of 8,192 tokens before 524,288 of DeepSeek-V3, all at once."""
 
 
 class Retrieval(NamedTuple):
@@ -48,6 +61,7 @@ def retrieve(
     probes: int,
     voters: int,
     candidates: int,
+    implementation: dispatch.Implementation | None = None,
 ) -> Retrieval:
     """Finds the blocks that hold most softmax mass for each query block and group of heads, each group for itself.
 
@@ -60,14 +74,36 @@ def retrieve(
         means: their `group_means`.
         free: positions that count in the second level: those that are not read anyhow as anchors.
         scale: factor on the logits.
+        implementation: None chooses (see `dispatch`).
 
     A query costs `2 D V P / Q` floating-point operations for each group of the context and as much for each key of its
     candidates: with 576 numbers, 32 voters, 4 probes, 32 queries and groups of 32 tokens 76 MFLOP over a context of
-    524,288 tokens, and 38 for 64 candidates of 128 tokens.  The query blocks are taken some at a time, so that the
-    logits of a long chunk need not exist at once.
+    524,288 tokens, and 38 for 64 candidates of 128 tokens.
+
+    Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
-    num_blocks = context.shape[0] // block
     voting = jnp.asarray(voting_heads(q.shape[2], head_groups, voters)).reshape(head_groups, -1)
+    sizes = {"scale": scale, "block": block, "group": group, "probes": probes, "candidates": candidates}
+    reason = _reason_against(q, context, means, block, block // group, probes * voting.shape[1])
+    chosen = dispatch.choose("selection", implementation, reason)
+    function = _by_kernels if chosen == "mosaic" else _by_query_blocks
+    return function(q, valid, local_lse, first, end, context, means, free, voting, **sizes)
+
+
+def _reason_against(q, context, means, block, per_block, rows):
+    if q.dtype != jnp.bfloat16 or context.dtype != jnp.bfloat16 or means.dtype != jnp.bfloat16:
+        return f"queries are {q.dtype}, latents {context.dtype} and means {means.dtype}, not bfloat16"
+    if 0 in q.shape or context.shape[0] == 0:
+        return "there are no queries or no keys"
+    return block_scores.reason_against(q.shape[3], per_block) or block_masses.reason_against(rows, block, q.shape[3])
+
+
+def _by_query_blocks(
+    q, valid, local_lse, first, end, context, means, free, voting, *, scale, block, group, probes, candidates
+):
+    """Some query blocks at a time, so that the logits of a long chunk need not exist at once."""
+    head_groups = voting.shape[0]
+    num_blocks = context.shape[0] // block
     keys, open_keys = context.reshape(num_blocks, block, -1), free.reshape(num_blocks, block)
 
     def of_group(heads, item):
@@ -89,3 +125,53 @@ def retrieve(
     return map_active(
         of_query_block, (q, valid, local_lse, first, end), end > first, batch, Retrieval(jnp.int32(-1), jnp.float32(0))
     )
+
+
+def _by_kernels(
+    q, valid, local_lse, first, end, context, means, free, voting, *, scale, block, group, probes, candidates
+):
+    """Both levels by kernels of their own, for all query blocks at once where there is room."""
+    n, dim = q.shape[0], q.shape[3]
+    head_groups, voters = voting.shape
+    num_blocks, multiprocessors = context.shape[0] // block, device().multiprocessors
+    rows = jax.vmap(lambda valid: probe_rows(valid, probes))(valid)[:, None, :, None]
+    places = jnp.arange(n)[:, None, None, None], rows, voting[:, None]
+    q, local_lse = q[places], local_lse[places]
+    of_blocks = means.reshape(num_blocks, block // group, dim)
+
+    def find(items):
+        q, local_lse, first, end = items
+        spoken = jnp.repeat(jnp.stack((first, end)), head_groups * probes * voters, axis=1)
+        sizes = {"group": group, "scale": scale, "multiprocessors": multiprocessors}
+        best, lse = block_scores.block_scores(q.reshape(-1, dim), of_blocks, *spoken, **sizes)
+        blocks = jnp.arange(best.shape[1])
+        eligible = (blocks >= first[:, None]) & (blocks < end[:, None])
+        best = jnp.where(eligible[:, None, None, None], best.reshape(*local_lse.shape, -1), -jnp.inf)
+        votes = jnp.max(shares_of_best(best, lse.reshape(local_lse.shape), local_lse), axis=2)[..., :num_blocks]
+
+        def of_group(votes, first, end):
+            return candidate_blocks(votes, first, end, candidates)
+
+        return jax.vmap(jax.vmap(of_group, in_axes=(0, None, None)))(votes, first, end)
+
+    each = 4 * head_groups * probes * voters * num_blocks
+    batch = n
+    while batch % 2 == 0 and batch * each > _SCORE_BYTES:
+        batch //= 2
+    items = q, local_lse, first, end
+    if batch == n:
+        found = find(items)
+    else:
+        split = jax.tree.map(lambda array: array.reshape(n // batch, batch, *array.shape[1:]), items)
+        found = lax.map(find, split).reshape(n, head_groups, candidates)
+    per_block = block_masses.block_masses(
+        q.reshape(n * head_groups, probes * voters, dim),
+        context.reshape(num_blocks, block, dim),
+        found.reshape(n * head_groups, candidates),
+        free.reshape(num_blocks, block),
+        scale=scale,
+        multiprocessors=multiprocessors,
+    )
+    per_block = jnp.where(found.reshape(-1, candidates, 1) < 0, -jnp.inf, per_block).swapaxes(1, 2)
+    masses = masses_of_blocks(per_block.reshape(*local_lse.shape, candidates), local_lse)
+    return Retrieval(found, jnp.where(found < 0, 0.0, masses))

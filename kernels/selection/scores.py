@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kernels.selection.lists import top_blocks
+from jaxinfer.kernels.selection.lists import ascending, top_k
 
 
 def group_logits(
@@ -24,6 +24,20 @@ def group_logits(
     return logits * scale + math.log(group)
 
 
+def best_groups(
+    logits: Float[Array, "*rows M"], first, end, *, per_block: int
+) -> tuple[Float[Array, "*rows NB"], Float[Array, "*rows"]]:
+    """First level: the best of the `per_block` groups of each block, and the log-sum-exp of all of them.
+
+    Of the blocks `first .. end - 1`; others have -inf.
+    """
+    blocks = jnp.arange(logits.shape[-1] // per_block)
+    eligible = (blocks >= first) & (blocks < end)
+    logits = jnp.where(jnp.repeat(eligible, per_block), logits, -jnp.inf)
+    best = jnp.max(logits.reshape(*logits.shape[:-1], -1, per_block), axis=-1)
+    return best, jax.nn.logsumexp(logits, axis=-1)
+
+
 def estimated_shares(
     logits: Float[Array, "P V M"], local_lse: Float[Array, "P V"], first, end, *, per_block: int
 ) -> Float[Array, "P V NB"]:
@@ -33,12 +47,14 @@ def estimated_shares(
     and HISA.  The share is relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and all groups of
     the blocks `first .. end - 1`; other blocks have share 0.
     """
-    blocks = jnp.arange(logits.shape[-1] // per_block)
-    eligible = (blocks >= first) & (blocks < end)
-    logits = jnp.where(jnp.repeat(eligible, per_block), logits, -jnp.inf)
-    total = jnp.logaddexp(local_lse, jax.nn.logsumexp(logits, axis=-1))
-    best = jnp.max(logits.reshape(*logits.shape[:2], -1, per_block), axis=-1)
-    return _share(best, total[..., None])
+    return shares_of_best(*best_groups(logits, first, end, per_block=per_block), local_lse)
+
+
+def shares_of_best(
+    best: Float[Array, "*rows NB"], lse: Float[Array, "*rows"], local_lse: Float[Array, "*rows"]
+) -> Float[Array, "*rows NB"]:
+    """See `estimated_shares`, from what `best_groups` found."""
+    return _share(best, jnp.logaddexp(local_lse, lse)[..., None])
 
 
 def exact_masses(
@@ -56,10 +72,15 @@ def exact_masses(
     """
     rows = jnp.where(seen[..., None], keys, 0).astype(q.dtype)
     logits = jnp.einsum("pvd,cbd->pvcb", q, rows, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(seen, logits, -jnp.inf)
-    per_block = jax.nn.logsumexp(logits, axis=-1)
+    return masses_of_blocks(jax.nn.logsumexp(jnp.where(seen, logits, -jnp.inf), axis=-1), local_lse)
+
+
+def masses_of_blocks(
+    per_block: Float[Array, "*lead P V C"], local_lse: Float[Array, "*lead P V"]
+) -> Float[Array, "*lead C"]:
+    """See `exact_masses`, from the log-sum-exp of the keys of each candidate."""
     total = jnp.logaddexp(local_lse, jax.nn.logsumexp(per_block, axis=-1))
-    return jnp.mean(jnp.max(_share(per_block, total[..., None]), axis=0), axis=0)
+    return jnp.mean(jnp.max(_share(per_block, total[..., None]), axis=-3), axis=-2)
 
 
 def _share(part: jax.Array, total: jax.Array) -> jax.Array:
@@ -85,8 +106,13 @@ def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int
     blocks = jnp.arange(num_blocks)
     eligible = (blocks >= first) & (blocks < end)
     turns = min(count, num_blocks)
-    _, chosen = jax.lax.top_k(jnp.where(eligible, votes, -1.0), turns)
-    turn = jnp.full((voters, num_blocks), turns).at[jnp.arange(voters)[:, None], chosen].set(jnp.arange(turns))
+    # Every voter ranks as many blocks as are taken, or all: no other can be taken.
+    _, chosen = top_k(jnp.where(eligible, votes, -1.0), turns)
+    calls = jnp.sort((chosen * turns + jnp.arange(turns)).reshape(-1))
+    block, turn = calls // turns, calls % turns
+    earliest = jnp.diff(block, prepend=-1) > 0
     # A sum of shares is at most the number of voters: it decides within a turn.
-    order = turns - jnp.min(turn, axis=0) + jnp.sum(votes, axis=0) / (voters + 1)
-    return top_blocks(jnp.where(eligible, order, -1.0), count)
+    order = turns - turn + jnp.sum(votes, axis=0)[block] / (voters + 1)
+    order, places = top_k(jnp.where(earliest & eligible[block], order, -1.0), turns)
+    found = jnp.where(order >= 0, block[places], -1)
+    return ascending(jnp.pad(found, (0, count - turns), constant_values=-1))

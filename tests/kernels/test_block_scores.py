@@ -1,0 +1,151 @@
+"""The kernels of both levels of retrieval: in the interpreter against the jnp forms, and lowered at real sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.kernels.mosaic import block_masses, block_scores
+from jaxinfer.kernels.selection.means import group_means
+from jaxinfer.kernels.selection.retrieve import retrieve
+from jaxinfer.kernels.selection.scores import best_groups, group_logits
+from tests.kernels.interpreter import interpreted
+from tests.kernels.products import TWO_PROCESSORS, lower_for_cuda
+
+SCALE = 0.2
+SMALL = block_scores.Blocks(columns=64, stages=2)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+
+SCORES = {
+    # rows, blocks, groups of a block, (first, end) of successive parts of the rows
+    "limits that differ within a warpgroup": (72, 37, 4, [(1, 37), (3, 9), (0, 1), (5, 5)]),
+    "rows of two clusters, of which one retrieves nothing": (264, 40, 2, [(0, 40), (0, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_best_groups(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    rows, blocks, per_block, limits = SCORES[name]
+    monkeypatch.setattr(block_scores, "_PART", 32)  # several parts
+    rng = np.random.default_rng(rows)
+    q, means = normal(rng, rows, 128), normal(rng, blocks, per_block, 128)
+    first, end = np.repeat(np.asarray(limits, np.int32), -(-rows // len(limits)), axis=0)[:rows].T
+    means = means.at[int(end.max()) :].set(jnp.nan)
+    run = functools.partial(block_scores.block_scores, group=32, scale=SCALE, multiprocessors=2, blocks=SMALL)
+    with interpreted(capsys, monkeypatch):
+        best, lse = jax.block_until_ready(jax.jit(run)(q, means, first, end))
+    logits = group_logits(q[:, None], means.reshape(-1, 128), group=32, scale=SCALE)[:, 0]
+    wanted, wanted_lse = jax.vmap(functools.partial(best_groups, per_block=per_block))(logits, first, end)
+    eligible = (np.arange(blocks) >= first[:, None]) & (np.arange(blocks) < end[:, None])
+    assert best.shape[1] >= blocks
+    np.testing.assert_allclose(best[:, :blocks][eligible], wanted[eligible], atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+
+
+MASSES = {
+    # lists, rows, blocks, keys of a block, the lists
+    "one list": (8, 4, 64, [[3, -1, 0]]),
+    "more lists of a block than a tile": (32, 3, 64, [[0, 2], [2, -1], *[[2, 1]] * 9]),
+    "64 rows": (33, 3, 128, [[0], [2], [2], [-1], [2], [2]]),
+}
+
+
+@pytest.mark.parametrize("name", MASSES)
+def test_block_masses(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    rows, blocks, block, numbers = MASSES[name]
+    lists = np.asarray(numbers, np.int32)
+    rng = np.random.default_rng(rows)
+    q, keys = normal(rng, len(lists), rows, 128), normal(rng, blocks, block, 128)
+    free = rng.random((blocks, block)) > 0.2
+    free[2 if blocks < 4 else 3] = False
+    keys = jnp.where(free[..., None], keys, jnp.nan)
+    run = functools.partial(block_masses.block_masses, scale=SCALE, multiprocessors=2)
+    with interpreted(capsys, monkeypatch):
+        lse = jax.block_until_ready(jax.jit(run)(q, keys, lists, free))
+    logits = np.einsum("lrd,bkd->lbrk", *(np.asarray(x, np.float64) for x in (q, jnp.nan_to_num(keys)))) * SCALE
+    wanted = np.asarray(jax.nn.logsumexp(jnp.where(free[:, None], logits, -jnp.inf), axis=-1))
+    wanted = wanted[np.arange(len(lists))[:, None], lists]
+    np.testing.assert_allclose(lse[lists >= 0], wanted[lists >= 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_schedule(seed: int):
+    """Every entry is in one tile, with others of its block; popular blocks have several tiles."""
+    rng = np.random.default_rng(seed)
+    blocks, most = 9, 4
+    lists = np.minimum(rng.geometric(0.3, size=(17, 5)) - 2, blocks - 1).astype(np.int32)
+    order, tiles, number = (np.asarray(x) for x in block_masses.schedule(jnp.asarray(lists), blocks, most))
+    seen = []
+    for block, first, count in tiles[:, : int(number[0])].T:
+        assert 1 <= count <= most
+        entries = order[first : first + count]
+        assert (lists.reshape(-1)[entries] == block).all()
+        seen += entries.tolist()
+    assert sorted(seen) == np.flatnonzero(lists.reshape(-1) >= 0).tolist()
+
+
+def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int):
+    rng = np.random.default_rng(0)
+    q, context = normal(rng, n, queries, heads, dim), normal(rng, blocks * block, dim)
+    lse = jnp.asarray(rng.normal(size=(n, queries, heads)), jnp.float32)
+    valid = np.ones((n, queries), bool)
+    valid[-1, 3:] = False
+    end = np.linspace(blocks // 2, blocks, n).astype(np.int32)
+    end[1] = 0
+    free = rng.random(blocks * block) > 0.1
+    arrays = q, valid, lse, np.ones(n, np.int32), end, context, group_means(context, 16), free
+    return tuple(map(jnp.asarray, arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [2**30, 1])
+def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Both forms find the same, also with so little room that the query blocks are taken one by one."""
+    monkeypatch.setattr("jaxinfer.kernels.selection.retrieve._SCORE_BYTES", budget)
+    monkeypatch.setattr("jaxinfer.kernels.selection.retrieve.device", lambda: TWO_PROCESSORS)
+    sizes = {"scale": SCALE, "block": 64, "group": 16, "head_groups": 2, "probes": 2, "voters": 4, "candidates": 4}
+    operands = case(2, 4, 4, 64, 12, 64)
+    run = functools.partial(retrieve, **sizes)
+    wanted = jax.jit(functools.partial(run, implementation="reference"))(*operands)
+    with interpreted(capsys, monkeypatch):
+        found = jax.block_until_ready(jax.jit(functools.partial(run, implementation="mosaic"))(*operands))
+    np.testing.assert_array_equal(found.candidates, wanted.candidates)
+    np.testing.assert_allclose(found.masses, wanted.masses, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "voters"),
+    [(2**16, 128, 576, 32), (2**19, 128, 576, 32), (2**20, 128, 576, 32), (2**17, 4, 320, 4)],
+)
+def test_lowers_for_cuda(tokens: int, heads: int, dim: int, voters: int):
+    shape = jax.ShapeDtypeStruct
+    sizes = {"block": 128, "group": 32, "head_groups": 4, "probes": 4, "candidates": 64, "voters": voters}
+    lowered = lower_for_cuda(
+        functools.partial(retrieve, scale=SCALE, implementation="mosaic", **sizes),
+        shape((256, 32, heads, dim), jnp.bfloat16),
+        shape((256, 32), jnp.bool_),
+        shape((256, 32, heads), jnp.float32),
+        shape((256,), jnp.int32),
+        shape((256,), jnp.int32),
+        shape((tokens, dim), jnp.bfloat16),
+        shape((tokens // 32, dim), jnp.bfloat16),
+        shape((tokens,), jnp.bool_),
+    )
+    assert "block_scores" in lowered and "block_masses" in lowered
+
+
+def test_operands_that_do_not_fit_are_refused():
+    sizes = {"scale": SCALE, "block": 64, "group": 16, "head_groups": 2, "probes": 2, "voters": 4, "candidates": 4}
+    q, *rest = case(2, 4, 4, 64, 12, 64)
+    with pytest.raises(ValueError, match="queries are float32"):
+        retrieve(q.astype(jnp.float32), *rest, **sizes, implementation="mosaic")
+    with pytest.raises(ValueError, match="no multiple of 64"):
+        retrieve(*case(2, 4, 4, 72, 12, 64), **sizes, implementation="mosaic")
+    with pytest.raises(ValueError, match="blocks have 32 keys"):
+        retrieve(*case(2, 4, 4, 64, 12, 32), **sizes | {"block": 32}, implementation="mosaic")
