@@ -16,6 +16,7 @@ first tile, is recognised by its sum; its log-sum-exp is NaN, and the caller com
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -50,6 +51,8 @@ class Shape:
     rope: int
     cluster: int
     prefetch: int
+    held: int
+    values_first: bool
     scale: float
 
     @property
@@ -261,26 +264,46 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         wait("values_full", _place(half, other))
         multiply_values(accumulator, other, zero)
 
-    def scores_of(entry, after_other):
-        """Scores of the own tile; `after_other`: the products with the other's values have been started."""
+    def held_queries():
+        """The last tiles of columns of the queries as the products with the keys take them, in registers."""
+        starts = [shape.rank, *range((2 - half) * shape.half - TILE, (1 - half) * shape.half - 1, -TILE)][: shape.held]
+        return {start: plgpu.load(scratch["q"].at[0, :, pl.ds(start, TILE)], layout=_WGMMA) for start in starts}
+
+    def scores_of(entry, queries, start_values):
+        """Scores of the own tile without and with the mask; `start_values` starts products with the other's values."""
         zero = _zero(entry)
 
+        def multiply(scores, start, end, keys):
+            if start < end:
+                plgpu.wgmma(scores, scratch["q"].at[zero, :, start:end], keys.transpose((1, 0)))
+
         def multiply_keys(scores, part):
-            first, last = part * shape.half, (part + 1) * shape.half
             wait("values_full", _place(part, own))
-            keys = scratch["values"].at[part, own + zero].transpose((1, 0))
-            plgpu.wgmma(scores, scratch["q"].at[zero, :, first:last], keys)
+            keys = scratch["values"].at[part, own + zero]
+            first, last = part * shape.half, (part + 1) * shape.half
+            held = [start for start in range(first, last, TILE) if start in queries]
+            multiply(scores, first, min(held, default=last), keys.at[:, : min(held, default=last) - first])
+            for start in held:
+                plgpu.wgmma(scores, queries[start], keys.at[:, pl.ds(start - first, TILE)].transpose((1, 0)))
 
         def products(scores):
+            if start_values is not None and shape.values_first:
+                start_values(zero)
             multiply_keys(scores, half)
-            if after_other:
+            if start_values is not None and shape.values_first:
                 plgpu.wgmma_wait(1)
                 release(other)
             multiply_keys(scores, 1 - half)
             wait("rope_full", own)
-            keys = scratch["rope"].at[own + zero].transpose((1, 0))
-            plgpu.wgmma(scores, scratch["q"].at[zero, :, shape.rank :], keys)
-            return scores[...]
+            keys = scratch["rope"].at[own + zero]
+            if shape.rank in queries:
+                plgpu.wgmma(scores, queries[shape.rank], keys.transpose((1, 0)))
+            else:
+                multiply(scores, shape.rank, shape.rank + shape.rope, keys)
+            if start_values is None or shape.values_first:
+                return scores[...]
+            start_values(zero)
+            return plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
         scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
 
@@ -290,9 +313,12 @@ def _attend_half(shape, operands, out, lse, scratch, half):
 
         return scores, lax.cond(lax.bitwise_and(entry, jnp.int32(1 + own)) != 0, masked, lambda scores: scores, scores)
 
-    def weigh(accumulator, entry, scores, shift):
+    def weigh(accumulator, entry, scores, shift, after_other):
         """Adds the own tile, weighted; returns the sums of its weights."""
         weights = jnp.exp2(scores * shape.scale - across(shift, TILE))
+        if after_other and not shape.values_first:
+            plgpu.wgmma_wait(0)
+            release(other)
         # No warp overwrites the rope part that another's product still reads.
         plgpu.commit_smem()
         scratch["rope"].at[own][...] = weights.astype(jnp.bfloat16)
@@ -317,25 +343,24 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         def step(index, state):
             entry, shift, total = state
             next_entry = entry_of(index + 1)
-            start_other(accumulator, _zero(entry))
-            _, scores = scores_of(entry, after_other=True)
+            _, scores = scores_of(entry, queries, functools.partial(start_other, accumulator))
             queries_read(index)
-            total = total + weigh(accumulator, entry, scores, shift)
+            total = total + weigh(accumulator, entry, scores, shift, True)
             if half == 0:
                 release(own)
             else:  # the last tile makes room for the output first
                 pl.when(index < count - 1)(lambda: release(own))
             return next_entry, shift, total
 
-        entry = entry_of(0)
+        entry, queries = entry_of(0), held_queries()
         if half == 0:
-            all_scores, scores = scores_of(entry, after_other=False)
+            all_scores, scores = scores_of(entry, queries, None)
             queries_read(0)
             shift = jnp.max(all_scores, axis=1) * shape.scale + _MARGIN
             scratch["shift"][...] = shift
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["shift_full"])
-            total = weigh(accumulator, entry, scores, shift)
+            total = weigh(accumulator, entry, scores, shift, False)
             release(own)
             entry, shift, total = lax.fori_loop(1, count, step, (entry_of(1), shift, total))
             start_other(accumulator, _zero(entry))

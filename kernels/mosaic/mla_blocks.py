@@ -19,10 +19,14 @@ class Plan:
     Attributes:
         cluster: thread blocks that share the copies of keys, 1 or 2; 1 where a list has an odd number of row tiles.
         prefetch: how many blocks ahead of the copies into shared memory keys are fetched into the L2; 0: not at all.
+        held: tiles of 64 columns of the queries that the warpgroups hold in registers.
+        values_first: whether products with the other warpgroup's weights are started before the scores, or after.
     """
 
     cluster: int = 2
     prefetch: int = 2
+    held: int = 0
+    values_first: bool = True
 
 
 def reason_against(q: jax.Array, context: jax.Array, block: int, kv_rank: int) -> str | None:
@@ -64,6 +68,8 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
         rope=dim - kv_rank,
         cluster=plan.cluster if row_tiles % plan.cluster == 0 else 1,
         prefetch=plan.prefetch,
+        held=plan.held,
+        values_first=plan.values_first,
         scale=scale * math.log2(math.e),
     )
     operands = {"q": flat, "context": context, "entries": entries, "counts": counts, "bias": bias}

@@ -69,6 +69,11 @@ CASES = {
     "two row tiles of a query": (Kind(n=1, queries=1, heads=256), PLAN),
     "clusters": (Kind(queries=8, heads=32, masked=0.02), Plan(cluster=2, prefetch=0)),
     "an odd number of row tiles has no clusters": (Kind(n=1, queries=3, heads=128, groups=2), Plan(prefetch=0)),
+    "two tiles of queries in registers": (
+        Kind(n=1, queries=4, heads=32, rank=256),
+        Plan(cluster=1, prefetch=0, held=2),
+    ),
+    "values after the scores": (Kind(n=1, queries=4, heads=32), Plan(cluster=1, prefetch=0, values_first=False)),
     "padded rows": (Kind(queries=32, heads=4, groups=4, masked=0.02), PLAN),
     "padded rows, 256 numbers": (Kind(n=1, queries=8, heads=12, groups=2, rank=256), PLAN),
     "blocks of 256": (Kind(queries=8, heads=16, block=256, listed=2, masked=0.02), PLAN),

@@ -1,0 +1,279 @@
+"""Checks and times the block-sparse attention on one Hopper GPU: `python -m tests.gpu.check_mla_blocks [--out DIR]`.
+
+Cases run in processes of their own (see `jaxinfer.bench.workers`), which compile side by side and take turns on the
+GPU: comparisons with the reference in float32, and times of every plan of the kernel at the size of DeepSeek-V3, 8,192
+queries that read 2,560 keys each.  Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is
+broken.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.bench import workers
+from jaxinfer.bench.timing import alone
+from jaxinfer.bench.timing import measure as time_of
+from jaxinfer.kernels.mosaic import mla_blocks as mosaic
+from jaxinfer.kernels.mosaic.mla_blocks import Plan
+from jaxinfer.kernels.reference import mla_sparse as reference
+
+MODULE = "tests.gpu.check_mla_blocks"
+LOCK = "CHECK_GPU_LOCK"
+"""Environment variable with the path of the lock that all workers share; they are told by it from their parent."""
+HELD_SECONDS, CASE_SECONDS = 10, 80
+REPEATS = 16
+ROPE, BLOCK = 64, 128
+SCALE = 0.07
+OUT_BOUND, BIAS_BOUND, LSE_BOUND = 4e-3, 1e-3, 2e-3
+PROCESSORS = 132
+SHARED = 0.7
+"""Of the blocks of a list, how many the next query block reads as well."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Sizes of a case.
+
+    Attributes:
+        anchors: how many keys do not count, about one in so many; 0: none.
+        lists: `drawn` as real ones are, of `odd` lengths from 0 on, or `same`: the same few blocks again and again.
+        spread: standard deviation of the scores, in nats.
+        sample: query blocks that are compared.
+    """
+
+    n: int
+    heads: int
+    groups: int
+    keys: int
+    listed: int
+    queries: int = 32
+    rank: int = 512
+    anchors: int = 512
+    lists: str = "drawn"
+    spread: float = 1.7
+    sample: int = 1000
+
+
+V3 = Size(n=256, heads=128, groups=4, keys=65536, listed=20, sample=3)
+CHECKED = {
+    "small": Size(n=3, heads=128, groups=4, keys=4096, listed=3),
+    "odd lists": Size(n=9, heads=128, groups=4, keys=8192, listed=8, lists="odd", anchors=40),
+    "no anchors": Size(n=4, heads=128, groups=4, keys=8192, listed=8, anchors=0),
+    "V3, 64K keys": V3,
+    "V3, 1M keys, beyond 2^29 elements": dataclasses.replace(V3, keys=2**20),
+    "scores far apart": Size(n=4, heads=128, groups=4, keys=8192, listed=8, spread=30.0),
+    "weights that leave float32": Size(n=2, heads=128, groups=4, keys=8192, listed=8, spread=120.0),
+    "16 heads, 1 group": Size(n=5, heads=16, groups=1, keys=8192, listed=8, lists="odd"),
+    "4 heads of 256 numbers": Size(n=5, heads=4, groups=4, keys=8192, listed=8, rank=256, lists="odd"),
+    "20 heads": Size(n=3, heads=20, groups=4, keys=8192, listed=8, lists="odd"),
+    "64 heads, 1 group": Size(n=3, heads=64, groups=1, keys=8192, listed=8),
+}
+PLANS = {
+    "clusters": Plan(cluster=2, prefetch=0),
+    "clusters, fetched ahead": Plan(cluster=2, prefetch=2),
+    "single": Plan(cluster=1, prefetch=0),
+    "clusters, 2 tiles of queries held": Plan(cluster=2, prefetch=0, held=2),
+    "clusters, values after": Plan(cluster=2, prefetch=0, values_first=False),
+    "clusters, fetched 4 ahead": Plan(cluster=2, prefetch=4),
+    "clusters, held, fetched ahead": Plan(cluster=2, prefetch=2, held=2),
+    "clusters, held, values after": Plan(cluster=2, prefetch=0, held=2, values_first=False),
+    "single, fetched ahead": Plan(cluster=1, prefetch=2),
+    "clusters, 1 tile of queries held": Plan(cluster=2, prefetch=0, held=1),
+}
+TIMED = {
+    "64K": V3,
+    "256K": dataclasses.replace(V3, keys=2**18),
+    "512K": dataclasses.replace(V3, keys=2**19),
+    "64K, no anchors": dataclasses.replace(V3, anchors=0),
+    "64K, the same blocks": dataclasses.replace(V3, lists="same"),
+}
+
+
+def blocks_of(size: Size) -> np.ndarray:
+    """int32 `[n, G, listed]`, ascending, -1 last; the last block is never listed."""
+    rng = np.random.default_rng(size.n)
+    number = size.keys // BLOCK - 1
+    found = np.full((size.n, size.groups, size.listed), -1, np.int32)
+    for group in range(size.groups):
+        chosen = rng.permutation(number)[: size.listed]
+        for i in range(size.n):
+            if size.lists == "drawn" and i:
+                kept = chosen[rng.random(len(chosen)) < SHARED]
+                fresh = rng.permutation(np.setdiff1d(np.arange(number), kept))
+                chosen = np.concatenate((kept, fresh[: size.listed - len(kept)]))
+            count = (i + group) % (size.listed + 1) if size.lists == "odd" else size.listed
+            found[i, group, :count] = np.sort(chosen[:count])
+    return found
+
+
+def free_of(size: Size) -> np.ndarray:
+    """bool `[S]`; of odd lists, the first block of the first group that has one counts nowhere."""
+    rng = np.random.default_rng(7)
+    free = rng.random(size.keys) >= (1 / size.anchors if size.anchors else 0)
+    if size.lists == "odd":
+        first = blocks_of(size)[1, 0, 0]
+        free[first * BLOCK : (first + 1) * BLOCK] = False
+    return free
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Even numbers of variance 1 from a hash of the index: XLA needs no memory beside the result."""
+    index = functools.reduce(lambda s, d: s * jnp.uint32(shape[d]) + _along(shape, d), range(len(shape)), jnp.uint32(0))
+    bits = (index + jnp.uint32(seed)) * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(3266489917)
+    return ((bits >> 8).astype(jnp.float32) / 2**24 - 0.5) * 12**0.5
+
+
+def _along(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
+
+
+def operands_of(size: Size) -> tuple[jax.Array, jax.Array]:
+    """Queries and context in bfloat16; the context is NaN in the last block, which no list has."""
+    dim = size.rank + ROPE
+    factor = size.spread / (SCALE * dim**0.5)
+    q = (numbers((size.n, size.queries, size.heads, dim), 1) * factor).astype(jnp.bfloat16)
+    context = numbers((size.keys, dim), 2).astype(jnp.bfloat16)
+    return q, context.at[size.keys - BLOCK :].set(jnp.nan)
+
+
+def sizes_of(size: Size) -> dict[str, Any]:
+    return {"block": BLOCK, "kv_rank": size.rank, "scale": SCALE}
+
+
+def kernel_of(size: Size, plan: Plan | None) -> Callable:
+    return functools.partial(mosaic.mla_blocks, **sizes_of(size), multiprocessors=PROCESSORS, plan=plan)
+
+
+def check(size: Size, plan: Plan | None) -> dict[str, Any]:
+    blocks, free = blocks_of(size), free_of(size)
+    sample = np.unique(np.linspace(0, size.n - 1, min(size.n, size.sample)).astype(np.int32))
+
+    def exact(q, context, blocks, free):
+        with jax.default_matmul_precision("highest"):
+            return reference.mla_blocks(q.astype(jnp.float32), context, blocks, free, **sizes_of(size))
+
+    make = jax.jit(functools.partial(operands_of, size)).lower().compile()
+    q, context = make.out_info
+    kernel = jax.jit(kernel_of(size, plan)).lower(q, context, blocks, free).compile()
+    part = jax.ShapeDtypeStruct((len(sample), *q.shape[1:]), q.dtype)
+    exact = jax.jit(exact).lower(part, context, blocks[sample], free).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        q, context = make()
+        runs = [kernel(q, context, blocks, free) for _ in range(3)]
+        same = all(bool(jnp.all(a == b)) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+        out, lse = (np.asarray(array[sample], np.float32) for array in runs[0])
+        wanted, wanted_lse = jax.device_get(exact(q[sample], context, blocks[sample], free))
+    return verdict(out, lse, wanted, wanted_lse, same)
+
+
+def verdict(out, lse, wanted, wanted_lse, same: bool) -> dict[str, Any]:
+    empty = np.isneginf(wanted_lse)
+    error = float(np.linalg.norm(out - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    bias = float(np.mean(out - wanted) / max(np.mean(np.abs(wanted)), 1e-30))
+    lse_error = float(np.max(np.abs(lse[~empty] - wanted_lse[~empty]), initial=0.0))
+    good = error <= OUT_BOUND and abs(bias) <= BIAS_BOUND and lse_error <= LSE_BOUND and same
+    good &= bool(np.all(np.isneginf(lse[empty]))) and bool(np.all(out[empty] == 0))
+    said = f"{'ok' if good else 'BAD'} error {error:.1e}, bias {bias:.0e}, log-sum-exp {lse_error:.1e}, repeats {same}"
+    return {"said": said} if good else {"said": said, "failed": f"; bounds {OUT_BOUND}, {BIAS_BOUND}, {LSE_BOUND}"}
+
+
+def measure(size: Size, plan: Plan) -> dict[str, Any]:
+    """TFLOP/s of all listed keys, of the kernel alone and of the operation; the kernel rested and in steady work."""
+    blocks, free = jnp.asarray(blocks_of(size)), jnp.asarray(free_of(size))
+    make = jax.jit(functools.partial(operands_of, size)).lower().compile()
+    program = jax.jit(kernel_of(size, plan)).lower(*make.out_info, blocks, free).compile()
+    flops = (
+        2.0 * int(jnp.sum(blocks >= 0)) * BLOCK * size.queries * (size.heads // size.groups) * (2 * size.rank + ROPE)
+    )
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        operands = *make(), blocks, free
+        jax.block_until_ready(program(*operands))
+        time.sleep(0.4)
+        begin = time.perf_counter()
+        jax.block_until_ready([program(*operands) for _ in range(2)])
+        rested = (time.perf_counter() - begin) / 2
+        timing = time_of(lambda _: program(*operands), jax.block_until_ready, REPEATS)
+    alone_seconds = sum(seconds for name, seconds in timing.kernels if "mla_blocks" in name) or timing.seconds
+    said = (
+        f"{flops / alone_seconds / 1e12:4.0f} TFLOP/s steady, {alone_seconds * 1e3:6.3f} ms; with all of the operation "
+        f"{timing.seconds * 1e3:6.3f} ms; rested, by the host's clock {flops / rested / 1e12:4.0f} TFLOP/s"
+    )
+    return {"said": said, "flops": flops, "rested": rested} | dataclasses.asdict(timing)
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Most important first: the plan that users get, its checks, then the other plans."""
+    checks = {f"check {name}": functools.partial(check, size, None) for name, size in CHECKED.items()}
+    times = {
+        f"time {keys}: {name}": functools.partial(measure, size, plan)
+        for name, plan in PLANS.items()
+        for keys, size in TIMED.items()
+        if keys in ("64K", "512K") or name in ("clusters", "clusters, fetched ahead")
+    }
+    plans = {
+        f"check plan {name}": functools.partial(check, dataclasses.replace(V3, n=8, keys=8192), plan)
+        for name, plan in PLANS.items()
+    }
+    first = ("check small", "check V3, 64K keys", "check odd lists")
+    found = {name: checks.pop(name) for name in first}
+    early = [name for name in times if name.split(": ")[0] in ("time 64K", "time 512K")][:8]
+    return found | {name: times[name] for name in early} | checks | plans | times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=150, help="cases without an answer by then are left out")
+    parser.add_argument("--workers", type=int, default=10)
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in cases() if arguments.only in name]
+    environment = os.environ | {
+        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    }
+    answers: dict[str, dict] = {}
+    served = workers.serve(MODULE, [{"case": name} for name in names], arguments.workers, CASE_SECONDS, environment)
+    with closing(served):
+        for index, answer in served:
+            answers[names[index]] = answer
+            took = time.monotonic() - begin
+            print(f"[{took:5.1f}] {names[index]}: {answer.get('said', '')}{answer.get('failed', '')}", flush=True)
+            if took > arguments.seconds:
+                break
+    (arguments.out / "check_mla_blocks.json").write_text(json.dumps(answers, indent=1))
+    print()
+    failed = [name for name, answer in answers.items() if "failed" in answer]
+    for name in failed:
+        print(f"BROKEN {name}: {answers[name]['failed'][:300]}\n{answers[name].get('trace', '')[-800:]}")
+    for name in names:
+        if name in answers:
+            print(f"{name}: {answers[name].get('said', 'BROKEN')}")
+    print("FlashMLA's sparse prefill on an H200: 550 to 675 TFLOP/s")
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if LOCK in os.environ:
+        workers.work(lambda case: cases()[case]())
+    else:
+        sys.exit(main())
