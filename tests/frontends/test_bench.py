@@ -33,13 +33,14 @@ TINY = {
     "quantize": (8, 256),
     "mla_prefill": (6, 9, 2),
     "mla_decode": (3, 4, 100),
+    "mla_sparse": (64, 1024, 8, 3),
 }
 CASES = [case for name, shape in TINY.items() for case in OPERATIONS[name].cases(shape)]
 
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 + 3 + 3 + 2 + 2
+    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 + 3 + 3 + 2 + 2 + 3
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:
@@ -53,7 +54,7 @@ def test_shapes_take_the_place_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("ops", "shapes", "words"),
     [
-        (["gem"], [], "expected some of gemm, grouped_gemm, quantize, mla_prefill, mla_decode, got gem"),
+        (["gem"], [], "expected some of gemm, grouped_gemm, quantize, mla_prefill, mla_decode, mla_sparse, got gem"),
         ([], [], "expected some of"),
         (["gemm"], ["quantize:8x256"], "expected op:sizes with an op of --ops, gemm"),
         (["gemm"], ["gemm:8xNx128"], "expected gemm:MxNxK in numbers"),
@@ -97,6 +98,12 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
             Case("mla_decode", "int8", (2, 4, 100)),
             2 * 200 * 4 * (576 + 512),
             200 * (512 + 4 + 2 * 64) + 8 * (2 * 576 + 4 * 513),
+        ),
+        # Lists that have all the blocks.
+        (
+            Case("mla_sparse", "bf16", (32, 1024, 8, 8)),
+            2 * 32 * 8 * 1024 * (576 + 512),
+            2 * (1024 * 576 + 32 * 8 * (576 + 512)) + 4 * 32 * 8,
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
