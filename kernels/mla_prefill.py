@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.dispatch import Implementation
 from jaxinfer.kernels.mosaic import mla_prefill as mosaic
+from jaxinfer.kernels.mosaic import mla_prefill_e4m3 as mosaic_e4m3
 from jaxinfer.kernels.reference import mla_prefill as reference
 
 
@@ -17,6 +18,7 @@ def mla_prefill(
     key_limit: Int[Array, " T"],
     *,
     scale: float,
+    e4m3: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1) with keys and values expanded from the latents.
@@ -29,28 +31,41 @@ def mla_prefill(
         key_limit: `[T]` int32, how many of the block's first keys each query sees, 0 to S.  Latents from the largest
             limit on may hold anything: they are never read.
         scale: factor on the scores, positive.
+        e4m3: rounds queries, keys and values, and in Mosaic the weights of the softmax, to e4m3 for their products; all
+            sums are float32.  Scales are powers of two (see `reference.expansion`).
         implementation: None chooses (see `dispatch`).
 
     Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, both float32; a query that sees no key has 0 and -inf.
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
-    reason = mosaic.reason_against(q, latents, k_b, v_b)
+    kernel = mosaic_e4m3 if e4m3 else mosaic
+    reason = kernel.reason_against(q, latents, k_b, v_b)
     if dispatch.choose("mla_prefill", implementation, reason) == "mosaic":
-        return mosaic.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)
+        return kernel.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)
+    if e4m3:
+        return reference.mla_prefill_e4m3(q, latents, k_b, v_b, key_limit, scale=scale)
     return reference.mla_prefill(q, latents, k_b, v_b, key_limit, scale=scale)
 
 
 def workspace(
-    q: jax.ShapeDtypeStruct, latents: jax.ShapeDtypeStruct, k_b: jax.ShapeDtypeStruct, v_b: jax.ShapeDtypeStruct
+    q: jax.ShapeDtypeStruct,
+    latents: jax.ShapeDtypeStruct,
+    k_b: jax.ShapeDtypeStruct,
+    v_b: jax.ShapeDtypeStruct,
+    *,
+    e4m3: bool = False,
 ) -> int:
     """Bytes that `mla_prefill` needs beside operands and results of these shapes and types.
 
-    Mosaic: keys and values of all heads, the rotary key shared.  Reference: those in two types, the rotary key once for
-    each head, and the scores of a block of queries.
+    Mosaic: keys and values of all heads, the rotary key shared; of e4m3 also in bfloat16, of which they are made, and
+    the queries.  Reference: those in two types, the rotary key once for each head, and the scores of a block of
+    queries.
     """
     itemsize, keys, (heads, nope, _), v = q.dtype.itemsize, latents.shape[0], k_b.shape, v_b.shape[1]
-    chosen = dispatch.choose("mla_prefill", None, mosaic.reason_against(q, latents, k_b, v_b))
-    if chosen == "mosaic":
+    reason = (mosaic_e4m3 if e4m3 else mosaic).reason_against(q, latents, k_b, v_b)
+    if dispatch.choose("mla_prefill", None, reason) == "mosaic":
+        if e4m3:
+            return (keys + mosaic_e4m3.KEYS) * heads * (nope + v) * 3 + q.size + 4 * latents.size * itemsize
         return keys * heads * (nope + v) * itemsize + 2 * latents.size * itemsize
     expanded = 2 * keys * heads * (q.shape[2] + v) * (itemsize + 4)
     scores = 3 * min(reference.SCORE_BYTES, q.shape[0] * heads * keys * 4)

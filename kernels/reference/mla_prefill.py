@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.reference.expansion import expand
+
 SCORE_BYTES = 256 * 2**20
 """Scores of one block of queries, unless one query has more."""
 
@@ -13,28 +15,56 @@ def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale):
     Queries, keys and values are rounded to the type of `q`; the weights of the softmax are not: rounded relative to the
     largest score of a block, they would make the answer depend on how the keys are divided into blocks and ranks.
     """
-    tokens, heads, _ = q.shape
-    v_dim = v_b.shape[1]
+
+    def expanded():
+        rank, rope = k_b.shape[2], latents.shape[1] - k_b.shape[2]
+        present = _written(latents, key_limit).astype(q.dtype)
+        nope = _dot("sc,hnc->shn", present[:, :rank], k_b).astype(q.dtype)
+        shared = jnp.broadcast_to(present[:, None, rank:], (*nope.shape[:2], rope))
+        v = _dot("sc,hvc->shv", present[:, :rank], v_b).astype(q.dtype).astype(jnp.float32)
+        return q, jnp.concatenate((nope, shared), axis=-1), v
+
+    return _attend_visible(expanded, key_limit, (*q.shape[:2], v_b.shape[1]), scale)
+
+
+def mla_prefill_e4m3(q, latents, k_b, v_b, key_limit, *, scale):
+    """The same with queries, keys and values rounded to e4m3 by `expansion.expand`; their products are exact."""
+
+    def expanded():
+        made = expand(q, _written(latents, key_limit), k_b, v_b)
+        queries = jnp.concatenate((made.q, made.q_rope), axis=-1).astype(jnp.float32) * made.q_scale.T[..., None]
+        shared = jnp.broadcast_to(made.k_rope[:, None], (*made.k.shape[:2], made.k_rope.shape[1]))
+        v = made.v.astype(jnp.float32) * made.v_scale[:, None, None]
+        # bfloat16 holds e4m3 times a power of two.
+        keys = jnp.concatenate((made.k, shared), axis=-1).astype(jnp.bfloat16)
+        return queries.astype(jnp.bfloat16), keys, v.transpose(2, 0, 1)
+
+    return _attend_visible(expanded, key_limit, (*q.shape[:2], v_b.shape[1]), scale)
+
+
+def _attend_visible(expanded, key_limit, shape, scale):
+    """Attention of `q, k, v = expanded()`; 0 and -inf where no query sees anything."""
 
     def visible():
-        return _attend(q, latents, k_b, v_b, key_limit, scale)
+        q, k, v = expanded()
+        return _attend(q, k, v, key_limit, scale)
 
     def nothing():
-        return jnp.zeros((tokens, heads, v_dim), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+        return jnp.zeros(shape, jnp.float32), jnp.full(shape[:2], -jnp.inf, jnp.float32)
 
     return lax.cond(jnp.any(key_limit > 0), visible, nothing)
 
 
-def _attend(q, latents, k_b, v_b, key_limit, scale):
+def _written(latents, key_limit):
+    """Memory that was never written may hold NaN, which a weight of zero does not silence."""
+    written = jnp.arange(latents.shape[0]) < jnp.max(key_limit)
+    return jnp.where(written[:, None], latents, 0)
+
+
+def _attend(q, k, v, key_limit, scale):
+    """Queries `[T, H, d]` and keys `[S, H, d]` of one type, values `[S, H, v]` float32."""
     tokens, heads, _ = q.shape
-    keys, rank = latents.shape[0], k_b.shape[2]
-    # Memory that was never written may hold NaN, which a weight of zero does not silence.
-    written = jnp.arange(keys) < jnp.max(key_limit)
-    latents = jnp.where(written[:, None], latents, 0).astype(q.dtype)
-    nope = _dot("sc,hnc->shn", latents[:, :rank], k_b).astype(q.dtype)
-    rope = jnp.broadcast_to(latents[:, None, rank:], (keys, heads, latents.shape[1] - rank))
-    k = jnp.concatenate((nope, rope), axis=-1)
-    v = _dot("sc,hvc->shv", latents[:, :rank], v_b).astype(q.dtype).astype(jnp.float32)
+    keys = k.shape[0]
 
     def rows(block):
         q, limit = block
