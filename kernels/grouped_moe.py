@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.grouped_gemm import grouped_gemm
+from jaxinfer.kernels.moe_rows import sum_rows, take_rows
 from jaxinfer.kernels.quantized import Activation, Quantized, Weight, grouped_product, swiglu_for
 
-ROWS = 16384
-"""Rows (pairs of token and expert) that are computed at a time.
+ROWS = 65536
+"""Rows (pairs of token and expert) that are computed at a time: those of 8,192 tokens with eight experts each.
 
-As many windows of rows are computed as the routing fills; only the results have memory for all pairs.
+As many windows of rows are computed as the routing fills; of several, the results are copied into one array.
 """
 
 
@@ -44,10 +45,11 @@ def grouped_moe_experts(
         first = index * rows
         pair = order.at[first + jnp.arange(rows)].get(mode="clip")
         counts = jnp.clip(ends - first, 0, rows) - jnp.clip(starts - first, 0, rows)
-        taken = jax.tree.map(lambda array: array[pair // per_token], x)
+        count = jnp.sum(counts, dtype=jnp.int32)
+        taken = _take(x, pair // per_token, count)
         factor = weights.reshape(-1)[pair]
         if isinstance(down, Quantized):
-            hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype))
+            hidden = swiglu_for(down, _product(taken, gate_up, counts, first_expert, dtype), count)
             scale = hidden.scale * (factor if hidden.scheme == "row" else factor[:, None])
             y = grouped_product(Quantized(hidden.values, scale, hidden.scheme), down, counts, first_expert, dtype)
         else:
@@ -63,11 +65,14 @@ def grouped_moe_experts(
         results = lax.fori_loop(0, (ends[-1] + rows - 1) // rows, window, results)
 
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
-    out = jnp.zeros(x.shape, jnp.float32)
-    for row in place.reshape(tokens, per_token).T:
-        # What lies behind the last group may be anything.
-        out = out + jnp.where((row < ends[-1])[:, None], results.at[row].get(mode="clip"), 0).astype(jnp.float32)
-    return out
+    # What lies behind the last group may be anything.
+    return sum_rows(results, place.reshape(tokens, per_token), ends[-1].astype(jnp.int32))
+
+
+def _take(x: Activation, index: jax.Array, count: jax.Array) -> Activation:
+    if isinstance(x, Quantized):
+        return Quantized(take_rows(x.values, index, count), x.scale[index], x.scheme)
+    return take_rows(x, index, count)
 
 
 def _product(x: Activation, w: Weight, counts: jax.Array, first_expert, dtype) -> jax.Array:

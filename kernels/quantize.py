@@ -67,6 +67,7 @@ def rms_norm_quantize(
 
 def swiglu_quantize(
     gate_up: jax.Array,
+    count: jax.Array | None = None,
     *,
     scheme: Scheme = "row",
     dtype=jnp.float8_e4m3fn,
@@ -75,11 +76,12 @@ def swiglu_quantize(
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize(silu(gate) * up)` in float32 (arXiv 2002.05202).
 
-    Args: `gate_up [M, 2 I]`, gate first.  Returns `q [M, I]` and the scales that `quantize` gives; raises what it does.
+    Args: `gate_up [M, 2 I]`, gate first; `count`, int32: only so many rows are wanted, the others may become anything.
+    Returns `q [M, I]` and the scales that `quantize` gives; raises what it does.
     """
     check((gate_up.shape[0], gate_up.shape[1] // 2), scheme, dtype)
     chosen = _implementation("swiglu_quantize", implementation, gate_up, gate_up.shape[1] // 2)
-    return chosen.swiglu_quantize(gate_up, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
+    return chosen.swiglu_quantize(gate_up, count, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
 
 
 def _implementation(op: str, implementation: dispatch.Implementation | None, x: jax.Array, columns: int):

@@ -91,9 +91,9 @@ def rms_norm_for(reader: Quantized, x: jax.Array, weight: jax.Array, eps: float)
     return Quantized(values, _by_rows(scale), reader.scheme)
 
 
-def swiglu_for(reader: Quantized, gate_up: jax.Array) -> Quantized:
-    """`silu(gate) * up` of `[T, 2 I]` in the form that `reader` is multiplied with."""
-    values, scale = swiglu_quantize(gate_up, scheme=reader.scheme, dtype=reader.dtype)
+def swiglu_for(reader: Quantized, gate_up: jax.Array, count: jax.Array | None = None) -> Quantized:
+    """`silu(gate) * up` of the first `count` of `[T, 2 I]`, or of all, in the form that `reader` is multiplied with."""
+    values, scale = swiglu_quantize(gate_up, count, scheme=reader.scheme, dtype=reader.dtype)
     return Quantized(values, _by_rows(scale), reader.scheme)
 
 

@@ -7,6 +7,7 @@ thread at a time, so that the 128 numbers of a block belong to one warp.
 import functools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -40,9 +41,9 @@ def rms_norm_quantize(x, weight, eps, *, scheme, dtype, power_of_two):
     return _rows(norm, {"x": x, "weight": weight}, x.shape[1], scheme, dtype, power_of_two)
 
 
-def swiglu_quantize(gate_up, *, scheme, dtype, power_of_two):
+def swiglu_quantize(gate_up, count=None, *, scheme, dtype, power_of_two):
     """See `jaxinfer.kernels.quantize.swiglu_quantize`."""
-    return _rows(_swiglu, {"x": gate_up}, gate_up.shape[1] // 2, scheme, dtype, power_of_two)
+    return _rows(_swiglu, {"x": gate_up}, gate_up.shape[1] // 2, scheme, dtype, power_of_two, count)
 
 
 class _Row:
@@ -97,23 +98,32 @@ def divide(x, scale, blocks):
     return quotient - (quotient * scale - x) * reciprocal
 
 
-def _rows(prologue, operands, columns, scheme, dtype, power_of_two):
-    """Quantises what `prologue` makes of each row."""
+def _rows(prologue, operands, columns, scheme, dtype, power_of_two, count=None):
+    """Quantises what `prologue` makes of each row, of the first `count` where that is given."""
     row = _Row(columns, scheme)
     operands = {name: a.reshape(-1, a.shape[-1] // columns, *row.shape) for name, a in operands.items()}
     rows = operands["x"].shape[0]
+    if count is not None:
+        operands["count"] = count[None]
 
     def body(operands, q, scales):
         index = lax.axis_index("row")
-        x = prologue(row, operands, index)
-        amax = jnp.maximum(jnp.max(jnp.abs(x), axis=x.ndim - 1), AMAX_FLOOR)
-        scale = scale_of(amax, dtype, power_of_two)
-        x = divide(x, scale, row.blocks)
-        q[index] = (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
-        if row.blocks:
-            scales[:, index] = scale
+
+        def quantized():
+            x = prologue(row, operands, index)
+            amax = jnp.maximum(jnp.max(jnp.abs(x), axis=x.ndim - 1), AMAX_FLOOR)
+            scale = scale_of(amax, dtype, power_of_two)
+            x = divide(x, scale, row.blocks)
+            q[index] = (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
+            if row.blocks:
+                scales[:, index] = scale
+            else:
+                scales[index] = scale
+
+        if count is None:
+            quantized()
         else:
-            scales[index] = scale
+            pl.when(index < operands["count"][0])(quantized)
 
     q, scales = plgpu.kernel(
         body,

@@ -60,8 +60,8 @@ def rms_norm_quantize(x, weight, eps, *, scheme, dtype, power_of_two):
     return quantize(x, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
 
 
-def swiglu_quantize(gate_up, *, scheme, dtype, power_of_two):
-    """See `jaxinfer.kernels.quantize.swiglu_quantize`."""
+def swiglu_quantize(gate_up, count=None, *, scheme, dtype, power_of_two):
+    """See `jaxinfer.kernels.quantize.swiglu_quantize`; rows beyond `count` are quantised like the others."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     return quantize(jax.nn.silu(gate) * up, scheme=scheme, dtype=dtype, power_of_two=power_of_two)
 

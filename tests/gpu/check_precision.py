@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from scipy.special import log_softmax
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.bench.timing import alone, measure
+from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.presets import preset
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.quantize import dequantize, dequantize_weight, quantize
@@ -40,19 +42,21 @@ LOCK = "CHECK_GPU_LOCK"
 """Environment variable with the path of the lock that all workers share."""
 HELD_SECONDS = 20
 REPEATS = 7
-PEAK = {"fp8 row": 1.313e15, "fp8 block": 1.313e15, "int8 row": 1.313e15}
-"""FLOP/s of the peer's grouped products at these shapes on an H200 (DeepGEMM, FP8: the mean of 1,292 and 1,334)."""
-ERROR = 6e-3
-"""Bound on `||y - reference|| / ||reference||`: results of experts in bfloat16, and now and then a cast gone the other
-way."""
+KINDS = "fp8 row", "fp8 block", "int8 row"
+PEERS = {"gate_up": 1.292e15, "down": 1.334e15, "small groups": 9.63e14, "shared": 1.38e15, "bytes": 3.89e12}
+"""DeepGEMM in FP8 on an H200: FLOP/s of the grouped products with 1,000 rows a group and more, of both with fewer
+(256), of the shared expert's two together; bytes/s of weights where a group has a few rows."""
+MORE = 1.1
+"""Bound on the deviation from experts without casts on the way, relative to that of a reference with the casts.  The
+two do not agree number by number: products that differ by the rounding of bfloat16 now and then go to another code."""
 
 LAYERS = {
-    # name: tokens, experts held of 256
-    "prefill, all experts": (8192, 256),
-    "prefill, a rank of eight, 8K tokens each": (65536, 32),
-    "decode, a rank of eight": (512, 32),
-    "decode, all experts": (64, 256),
-    "prefill, a rank of eight, a tile": (8192, 32),
+    # name: tokens of all ranks, tokens of the rank's own, experts held of 256
+    "prefill, all experts": (8192, 8192, 256),
+    "prefill, a rank of eight, 8K tokens each": (65536, 8192, 32),
+    "decode, a rank of eight": (512, 64, 32),
+    "decode, all experts": (64, 64, 256),
+    "prefill, a rank of eight, a tile": (8192, 1024, 32),
 }
 
 
@@ -92,7 +96,7 @@ def random_layer(layer: moe.MoE) -> dict:
 
 def check_layer(name: str, kind: str) -> dict:
     """Right to within its casts, and its time, under both histograms: one program serves all."""
-    tokens, held = LAYERS[name]
+    tokens, own, held = LAYERS[name]
     config = preset("deepseek-v3", {} if "block" in kind else {"weight_block_size": None})
     precision = Precision.named(kind.split()[0], config, jnp.dtype(jnp.bfloat16))
     here = preset("deepseek-v3", {"num_experts": held, "weight_block_size": config.weight_block_size})
@@ -107,49 +111,65 @@ def check_layer(name: str, kind: str) -> dict:
     def routed(weights, rows, experts, factors):
         return use(layer, weights, plan)._routed(rows, experts, factors, 0, plan)
 
+    router = jax.random.normal(jax.random.key(2), (config.num_experts, config.hidden_size)) / 85
+    router = SimpleNamespace(router=router, router_bias=jnp.zeros(config.num_experts), config=config)
+
     @jax.jit
-    def whole(weights, x, experts, factors):
-        module = use(layer, weights, plan)
-        chosen, its_weights = module.route(x)
-        rows = quantize_for(weights["shared"]["gate_up"], x)
+    def whole(weights, x, rows, experts, factors):
+        """The rank's part of a layer, without the exchange: its own tokens are quantised, all tokens have been."""
+        module, mine = use(layer, weights, plan), quantize_for(weights["shared"]["gate_up"], x[:own])
         # The router's work is done, its choice is not taken.
-        factors = factors + 0 * its_weights + 0 * chosen
-        return module._routed(rows, experts, factors, 0, plan) + module.shared(rows, plan)
+        chosen, its_weights = moe.MoE.route(router, x[:own])
+        factors = factors.at[:own].add(0 * its_weights + 0 * chosen)
+        return module._routed(rows if own < tokens else mine, experts, factors, 0, plan), module.shared(mine, plan)
 
     rows = jax.jit(quantize_for)(weights["shared"]["gate_up"], x)
     example = (jax.ShapeDtypeStruct((tokens, 8), dtype) for dtype in (jnp.int32, jnp.float32))
     begin = time.monotonic()
-    program = whole.lower(weights, x, *example).compile()
+    program = whole.lower(weights, x, rows, *example).compile()
     compiled = time.monotonic() - begin
     said, kernels, errors = [f"compiled in {compiled:.1f} s"], {}, []
     for histogram in ("even", "Zipf"):
         experts, factors = (jnp.asarray(array) for array in routing(tokens, histogram == "Zipf"))
         got = np.asarray(routed(weights, rows, experts, factors)[:16])
-        reference = expected(weights, rows, experts[:16], factors[:16])
-        errors.append(float(np.linalg.norm(got - reference) / np.linalg.norm(reference)))
+        exact, cast = (expected(weights, rows, experts[:16], factors[:16], casts) for casts in (False, True))
+        errors.append(tuple(float(np.linalg.norm(y - exact) / np.linalg.norm(exact)) for y in (got, cast)))
         with alone(os.environ[LOCK], HELD_SECONDS):
-            call = functools.partial(program, weights, x, experts, factors)
+            call = functools.partial(program, weights, x, rows, experts, factors)
             timing = measure(lambda _, call=call: call(), jax.block_until_ready, REPEATS)
         times: dict[str, float] = {}
         for kernel, seconds in timing.kernels:
             times[kernel] = times.get(kernel, 0) + seconds
-        local = int(np.sum(np.asarray(experts) < held))
-        flop = 6 * config.hidden_size * config.moe_intermediate_size * (local + tokens)
+        counts = np.bincount(np.minimum(np.asarray(experts), held).reshape(-1), minlength=held + 1)[:held]
         total, products = timing.seconds, sum(t for kernel, t in times.items() if "gemm" in kernel)
+        flop = 6 * config.hidden_size * config.moe_intermediate_size * (counts.sum() + own)
         said.append(
-            f"{histogram}: error {errors[-1]:.1e}; {1e3 * total:.2f} ms by {timing.clock}, "
-            f"{flop / total / 1e12:.0f} TFLOP/s, floor of DeepGEMM / time {flop / PEAK[kind] / total:.2f}, "
-            f"own products {100 * products / total:.0f} % of the time; {local} rows"
+            f"{histogram}: error {errors[-1][0]:.2e}, of casts {errors[-1][1]:.2e}; {1e3 * total:.2f} ms by "
+            f"{timing.clock}, {flop / total / 1e12:.0f} TFLOP/s, floor of DeepGEMM / time "
+            f"{floor(config, counts, own) / total:.2f}, own products {100 * products / total:.0f} % of the time; "
+            f"{counts.sum()} rows"
         )
         most = sorted(times.items(), key=lambda item: -item[1])[:14]
         kernels |= {f"{histogram} {kernel}": round(1e6 * seconds, 1) for kernel, seconds in most}
     answer = {"said": "; ".join(said), "kernels": kernels, "errors": errors}
-    wrong = f"expected errors of at most {ERROR}, got {errors}"
-    return answer if max(errors) < ERROR else answer | {"failed": wrong}
+    wrong = f"expected errors of at most {MORE} times what the casts cost, got {errors}"
+    return answer if all(got < MORE * casts for got, casts in errors) else answer | {"failed": wrong}
 
 
-def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Array) -> np.ndarray:
-    """The routed experts of a few tokens in float32, activations rounded where the layer rounds them."""
+def floor(config: ModelConfig, counts: np.ndarray, own: int) -> float:
+    """Seconds that the products of a layer take if each runs as DeepGEMM does (`PEERS`)."""
+    size = config.hidden_size * config.moe_intermediate_size
+    rows, held = counts.sum(), np.count_nonzero(counts)
+    shared = max(6 * size * own / PEERS["shared"], 3 * size / PEERS["bytes"])
+    if rows < 128 * held:
+        return 3 * size * held / PEERS["bytes"] + shared
+    peers = [PEERS["small groups"]] * 2 if rows < 1000 * held else [PEERS["gate_up"], PEERS["down"]]
+    return rows * size * (4 / peers[0] + 2 / peers[1]) + shared
+
+
+def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Array, casts: bool) -> np.ndarray:
+    """The routed experts of a few tokens in float32; with `casts`, what lies between two products rounded as the layer
+    rounds it."""
     held, scheme = weights["gate_up"].shape[1], rows.scheme
     x = dequantize(rows.values[:16], rows.scale[:16].T, jnp.float32)
 
@@ -161,9 +181,13 @@ def expected(weights: dict, rows: Quantized, experts: jax.Array, factors: jax.Ar
     # Weights are an argument: what a program closes over, it holds as constants, here 11 GB.
     @jax.jit
     def one(weights, x, expert, factor):
-        gate_up = jnp.dot(multiplied(weights["gate_up"], expert), x, precision="highest").astype(jnp.bfloat16)
-        gate, up = jnp.split(gate_up.astype(jnp.float32), 2)
-        hidden = dequantize(*quantize((jax.nn.silu(gate) * up)[None], scheme=scheme, dtype=rows.dtype), jnp.float32)[0]
+        gate_up = jnp.dot(multiplied(weights["gate_up"], expert), x, precision="highest")
+        if casts:
+            gate_up = gate_up.astype(jnp.bfloat16).astype(jnp.float32)
+        gate, up = jnp.split(gate_up, 2)
+        hidden = jax.nn.silu(gate) * up
+        if casts:
+            hidden = dequantize(*quantize(hidden[None], scheme=scheme, dtype=rows.dtype), jnp.float32)[0]
         return factor * jnp.dot(multiplied(weights["down"], expert), hidden, precision="highest")
 
     out = np.zeros((16, x.shape[1]))
@@ -240,7 +264,7 @@ def compare(answers: dict[str, dict]) -> list[str]:
 
 
 def cases() -> dict[str, Callable[[], dict]]:
-    layers = {f"layer {kind}, {name}": functools.partial(check_layer, name, kind) for name in LAYERS for kind in PEAK}
+    layers = {f"layer {kind}, {name}": functools.partial(check_layer, name, kind) for name in LAYERS for kind in KINDS}
     return {f"model {name}": functools.partial(check_model, name) for name in MODELS} | layers
 
 

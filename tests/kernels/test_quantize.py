@@ -158,7 +158,9 @@ def test_the_kernel_agrees_with_the_reference(scheme: str, dtype, in_dtype, caps
             mosaic.rms_norm_quantize(x, weight, 1e-6, **kind),
             mosaic.swiglu_quantize(x, **kind),
         ]
-        jax.block_until_ready(found)
+        counted = mosaic.swiglu_quantize(x, jnp.int32(3), **kind)
+        jax.block_until_ready((found, counted))
+    np.testing.assert_array_equal(bits(counted[0])[:3], bits(found[2][0])[:3])
     wanted = [
         reference.quantize(x, **kind),
         reference.rms_norm_quantize(x, weight, 1e-6, **kind),
