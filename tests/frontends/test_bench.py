@@ -34,13 +34,14 @@ TINY = {
     "mla_prefill": (6, 9, 2),
     "mla_decode": (3, 4, 100),
     "mla_sparse": (64, 1024, 8, 3),
+    "selection": (64, 16384, 4),
 }
 CASES = [case for name, shape in TINY.items() for case in OPERATIONS[name].cases(shape)]
 
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 + 3 + 3 + 2 + 2 + 3
+    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 + 3 + 3 + 2 + 2 + 3 + 2
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:
@@ -54,7 +55,7 @@ def test_shapes_take_the_place_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("ops", "shapes", "words"),
     [
-        (["gem"], [], "expected some of gemm, grouped_gemm, quantize, mla_prefill, mla_decode, mla_sparse, got gem"),
+        (["gem"], [], "mla_decode, mla_sparse, selection, got gem"),
         ([], [], "expected some of"),
         (["gemm"], ["quantize:8x256"], "expected op:sizes with an op of --ops, gemm"),
         (["gemm"], ["gemm:8xNx128"], "expected gemm:MxNxK in numbers"),
@@ -63,6 +64,7 @@ def test_shapes_take_the_place_of_the_table() -> None:
         (["gemm"], ["gemm:0x64x128"], "expected a shape gemm:MxNxK, got 0x64x128"),
         (["quantize"], ["quantize:8x128"], "expected K a multiple of 256"),
         (["mla_prefill"], ["mla_prefill:16x8x2"], "expected no more queries than keys"),
+        (["selection"], ["selection:64x8192x4"], "expected T a multiple of 32"),
     ],
 )
 def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list[str], words: str) -> None:
@@ -104,6 +106,12 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
             Case("mla_sparse", "bf16", (32, 1024, 8, 8)),
             2 * 32 * 8 * 1024 * (576 + 512),
             2 * (1024 * 576 + 32 * 8 * (576 + 512)) + 4 * 32 * 8,
+        ),
+        (
+            Case("selection", "bf16", (64, 16384, 4)),
+            # 4 probes of 4 heads; groups of the blocks before the windows; 64 candidates of 128 keys.
+            2 * 576 * 16 * ((95 + 95) * 4 + 2 * 64 * 128),
+            2 * 576 * (16384 + 512 + 2 * 16) + 8 * 2 * 4 * 64,
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
