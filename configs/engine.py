@@ -25,7 +25,7 @@ class EngineOptions:
     mesh: str = ""
     """Comma-separated axis=size with the axes dp, cp, ep, tp; empty: one device."""
     precision: str = "auto"
-    """Type of weights and arithmetic: auto is fp32 on CPU and bf16 on a GPU.
+    """Type of weights and arithmetic: auto is fp32 on CPU and bf16 on a GPU, or what a folder is quantised to.
 
     fp8 and int8 hold the matrices of attention and feed-forward quantised, and quantise what they are multiplied with;
     everything else stays in the type of auto.

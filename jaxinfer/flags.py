@@ -59,9 +59,10 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "precision",
         "auto",
         PRECISIONS,
-        "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU, or what a converted folder was quantised "
-        "to. fp8 and int8 hold the matrices of attention and feed-forward in 8 bits with scales (the 128x128 blocks of "
-        "an FP8 checkpoint as they are, else one scale per output channel) and quantise their inputs token by token; "
+        "type of weights and arithmetic: auto is fp32 on CPU, bf16 on a GPU (fp8 for a released FP8 checkpoint), or "
+        "what a converted folder was quantised to. fp8 and int8 hold the matrices of attention and feed-forward in 8 "
+        "bits with scales (the 128x128 blocks of an FP8 checkpoint as they are, else one scale per output channel) and "
+        "quantise their inputs token by token; "
         "router, embedding, norms, attention itself and logits stay as with auto",
     )
     flags.DEFINE_bool(

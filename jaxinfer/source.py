@@ -10,6 +10,7 @@ from jaxinfer.checkpoint.random import random_parameters
 from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES, override, preset
 from jaxinfer.configs.probe import PROBE, split_dials
+from jaxinfer.kernels.quantize import BLOCK
 from jaxinfer.model.params import Tree
 from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
 
@@ -70,6 +71,11 @@ class ModelSource:
     def quantized(self) -> str | None:
         """The precision that a converted folder is quantised to, `fp8` or `int8`; None for every other model."""
         return None if self._checkpoint is None else self._checkpoint.quantized
+
+    @property
+    def fp8_blocks(self) -> bool:
+        """Whether the model is a folder whose weights are released in FP8 with 128x128 scales."""
+        return self._checkpoint is not None and self.config.weight_block_size == (BLOCK, BLOCK)
 
     def load(self, specs: Tree, progress: bool) -> Tree:
         """The weights in the shapes, types and shardings of `specs`; `progress` shows a bar on stderr."""

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import LLM
+from jaxinfer import LLM, build
 from jaxinfer.checkpoint import CheckpointError, open_checkpoint, random_parameters
 from jaxinfer.checkpoint.constructed import probe_parameters
 from jaxinfer.checkpoint.tree import flatten
+from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.presets import preset
 from jaxinfer.configs.probe import split_dials
 from jaxinfer.convert import convert
 from jaxinfer.kernels.quantize import quantize_weight
 from jaxinfer.kernels.quantized import Quantized
+from jaxinfer.source import ModelSource
 from tests.checkpoints import assert_trees_equal, read_tensors, specs_on
 from tests.model.fake_quantized import multiplied_out
 from tests.oracles import oracle
@@ -33,6 +35,19 @@ def corner(array: Any, shape: tuple[int, ...]) -> np.ndarray:
     part = array[tuple(map(slice, shape))]
     assert np.count_nonzero(array) == np.count_nonzero(part)
     return part
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpu", "expected"),
+    [
+        ("deepseek_v3_fp8", True, jnp.float8_e4m3fn),
+        ("deepseek_v3_fp8", False, None),
+        ("deepseek_v3", True, None),
+    ],
+)
+def test_auto_on_a_gpu_takes_blocks_as_they_are(name: str, on_gpu: bool, expected: Any):
+    options = EngineOptions(model=str(oracle(name)))
+    assert build._precision(options, ModelSource(options), on_gpu).quantized == expected
 
 
 @pytest.mark.parametrize("mesh", ["cp=1", "cp=8", "tp=2,cp=4"])
