@@ -14,6 +14,7 @@ from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.step import Capacity
 from jaxinfer.kernels import mla_prefill
 from jaxinfer.kernels.grouped_moe import ROWS
+from jaxinfer.kernels.selection import retrieve
 from jaxinfer.model.moe import exchange_tokens
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
@@ -60,7 +61,11 @@ def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, he
     masses = 3 * query_blocks * blocks * 4 + context // policy.hot_epoch * blocks * 4 * 2
     absorbed = query_blocks * policy.query_block * heads * latent * (2 * itemsize + 2 * 4)
     lists = query_blocks * policy.candidates * policy.head_groups * 4 * 4
-    return gathered + masses + absorbed + lists + 2 * _SCORE_BYTES
+    voters = min(policy.voters, heads)
+    selection = retrieve.workspace(
+        query_blocks, blocks, latent, probes=policy.probes, voters=voters, candidates=policy.candidates
+    )
+    return gathered + masses + absorbed + lists + selection + _SCORE_BYTES
 
 
 def step_workspace(

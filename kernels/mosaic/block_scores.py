@@ -30,7 +30,7 @@ TOGETHER = ROWS * _WARPGROUPS * _CLUSTER
 _ALIGNMENT = 8
 _MATH_REGISTERS, _COPY_REGISTERS = 232, 40
 _PART = 1024
-"""Blocks that a cluster reads with the same rows at least: the copy of the rows is a fiftieth of that of the means."""
+"""Blocks that a cluster reads with the same rows, about: the copy of the rows is a fiftieth of that of the means."""
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -119,7 +119,8 @@ def block_scores(
     num_blocks, per_block, _ = means.shape
     rows, of_tile = -(-count // TOGETHER) * TOGETHER, blocks.columns // per_block
     tiles = -(-num_blocks // of_tile)
-    part = max(1, _PART // of_tile)
+    parts = max(1, round(tiles * of_tile / _PART))
+    part = -(-tiles // parts)
     shape = _Shape(rows=rows, dim=dim, per_block=per_block, blocks=of_tile, tiles=tiles, part=part)
     limits = jnp.stack([jnp.pad(limit.astype(jnp.int32), (0, rows - count)) for limit in (first, end)])
     last = jnp.where(limits[0] < limits[1], limits[1], 0)

@@ -17,6 +17,11 @@ _WIDE = 8
 """Rows up to so many times as long as the list that is wanted of them are sorted whole."""
 
 
+def sorted_whole(k: int) -> int:
+    """How long a row may be for `top_k` to sort it whole."""
+    return _WIDE * k
+
+
 def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[jax.Array, jax.Array]:
     """The same as `lax.top_k` (largest first, of equal ones the earlier), which on a GPU sorts whole rows.
 
@@ -26,11 +31,11 @@ def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[
     Returns: values `[..., k]` and their places in the row, int32.
     """
     size = values.shape[-1]
-    if size <= _WIDE * k:
+    if size <= sorted_whole(k):
         found, places = lax.top_k(values, k)
         return found, places
     piece = 2
-    while size > piece * _WIDE * k:
+    while size > piece * sorted_whole(k):
         piece *= 2
     # What is added at the end is no larger than anything, and there are k before it.
     least = -jnp.inf if jnp.issubdtype(values.dtype, jnp.floating) else jnp.iinfo(values.dtype).min

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.mosaic import block_masses, block_scores
 from jaxinfer.kernels.reference.rows import map_active
+from jaxinfer.kernels.selection.lists import sorted_whole
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.scores import (
     candidate_blocks,
@@ -90,6 +91,19 @@ def retrieve(
     return function(q, valid, local_lse, first, end, context, means, free, voting, **sizes)
 
 
+def workspace(n: int, num_blocks: int, dim: int, *, probes: int, voters: int, candidates: int) -> int:
+    """Bytes that `retrieve` needs at most beside its operands for `n` query blocks and `num_blocks` key blocks."""
+    each = _score_bytes(probes * voters, num_blocks)
+    scores = min(n * each, _SCORE_BYTES + each)
+    rows = n * probes * voters * (2 * dim * 2 + candidates * 4)
+    return max(_LOGIT_BYTES, scores + scores // probes + rows + n * voters * 16 * sorted_whole(candidates))
+
+
+def _score_bytes(rows, num_blocks):
+    """Of a query block with so many rows."""
+    return 4 * rows * num_blocks
+
+
 def _reason_against(q, context, means, block, per_block, rows):
     if q.dtype != jnp.bfloat16 or context.dtype != jnp.bfloat16 or means.dtype != jnp.bfloat16:
         return f"queries are {q.dtype}, latents {context.dtype} and means {means.dtype}, not bfloat16"
@@ -154,16 +168,19 @@ def _by_kernels(
 
         return jax.vmap(jax.vmap(of_group, in_axes=(0, None, None)))(votes, first, end)
 
-    each = 4 * head_groups * probes * voters * num_blocks
-    batch = n
-    while batch % 2 == 0 and batch * each > _SCORE_BYTES:
-        batch //= 2
+    each = _score_bytes(head_groups * probes * voters, num_blocks)
+    parts = min(n, -(-n * each // _SCORE_BYTES))
+    batch = -(-n // parts)
     items = q, local_lse, first, end
-    if batch == n:
+    if parts == 1:
         found = find(items)
     else:
-        split = jax.tree.map(lambda array: array.reshape(n // batch, batch, *array.shape[1:]), items)
-        found = lax.map(find, split).reshape(n, head_groups, candidates)
+
+        def split(array):
+            padding = [(0, parts * batch - n)] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, padding).reshape(parts, batch, *array.shape[1:])
+
+        found = lax.map(find, jax.tree.map(split, items)).reshape(-1, head_groups, candidates)[:n]
     per_block = block_masses.block_masses(
         q.reshape(n * head_groups, probes * voters, dim),
         context.reshape(num_blocks, block, dim),
