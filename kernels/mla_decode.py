@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.latents import Latents, QuantizedLatents
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
-from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
+from jaxinfer.kernels.mosaic import mla_decode_8bit as mosaic_8bit
 from jaxinfer.kernels.reference import mla_decode as reference
 from jaxinfer.kernels.tiles import device
 
@@ -43,7 +43,7 @@ def mla_decode(
     """
     arguments = q, cache, layer, page_table, lengths
     if isinstance(cache, QuantizedLatents):
-        kernel, reason = mosaic_int8, mosaic_int8.reason_against(q, cache, kv_rank)
+        kernel, reason = mosaic_8bit, mosaic_8bit.reason_against(q, cache, kv_rank)
     else:
         kernel, reason = mosaic, mosaic.reason_against(q, cache, kv_rank)
     if dispatch.choose("mla_decode", implementation, reason) == "reference":

@@ -1,15 +1,17 @@
 """Decode attention on an INT8 cache for Hopper: the kernel in the interpreter, and lowered for CUDA at real shapes."""
 
 import functools
+from unittest.mock import patch
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mla_decode import mla_decode
-from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic
+from jaxinfer.kernels.mosaic import mla_decode_8bit as mosaic
 from tests.kernels import test_mla_decode as plain
 from tests.kernels.interpreter import interpreted
 from tests.kernels.products import lower_for_cuda
@@ -25,6 +27,18 @@ def case(tokens: int, heads: int, page_size: int, lengths: list[int]) -> tuple:
     return q, QuantizedLatents(values, cache[..., RANK:], scale), *rest
 
 
+def transposed(block, half: int) -> jax.Array:
+    """`mosaic._transposed` in jnp."""
+    columns = block[...].astype(jnp.float16).reshape(64, 4, 2, 8, 2)[:, :, half]
+    return columns.transpose(1, 3, 2, 0).reshape(64, 64)
+
+
+def store(target, half: int, array: jax.Array) -> None:
+    """`mosaic._store` in jnp."""
+    for warp, rows in enumerate(array.reshape(4, 2, 8, -1)):
+        target.at[:, pl.ds(32 * warp + 16 * half, 16)][...] = rows.transpose(2, 1, 0).reshape(-1, 16)
+
+
 CASES = {
     # tokens, heads, page size, lengths, thread blocks
     "lengths around a page": (1, 16, 64, [0, 1, 63, 64, 65, 129], 3),
@@ -38,7 +52,8 @@ def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monk
     *kind, processors = CASES[name]
     q, *rest = case(*kind)
     run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
-    with interpreted(capsys, monkeypatch):
+    plain_parts = patch.multiple(mosaic, _transposed=transposed, _store=store)
+    with interpreted(capsys, monkeypatch), plain_parts:
         out, lse = jax.block_until_ready(jax.jit(run)(q, *rest))
     wanted, wanted_lse = mla_decode(q.astype(jnp.float32), *rest, kv_rank=RANK, scale=SCALE)
     # The weights are rounded to bfloat16 for the second product.

@@ -1,0 +1,610 @@
+"""`mla_decode` on a cache in 8 bits for Hopper through Pallas Mosaic GPU.
+
+The work is cut as in `mla_decode`, and the score warpgroup is much the same.  The product with the values is turned
+round: `out^T = V^T P^T`, so that the values are the operand that tensor cores take from registers.  The two value
+warpgroups read a tile of bytes transposed (as pairs of columns, which `ldmatrix` can turn), widen it in registers to
+float16, and never write it back.  The heads are the columns of that product: few heads, few columns.
+
+INT8: scores are exact: int8 queries times int8 keys in int32, multiplied by the scales of both, plus the product of the
+rotated parts in bfloat16.  The weights of the softmax carry the scales of the keys; the largest scale of a key so far
+keeps them in the range of float16.
+
+8-bit floats: a query is the sum of two numbers in e4m3, which together have as many bits as bfloat16.  Scores of each
+group of columns are summed by themselves and multiplied by the scales of both.  Values are multiplied by their scales
+when they are widened.
+
+Weights and values are float16, which has three bits more than bfloat16.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
+from jaxinfer.kernels.mosaic import decode_parts as parts
+from jaxinfer.kernels.mosaic.decode_parts import TILE
+
+_STAGES = {False: 4, True: 3}
+"""Tiles in shared memory at a time: of int8, and of 8-bit floats, whose queries take more of it."""
+_ROPE_STAGES = 2
+_REGISTERS = {True: (152, 176), False: (200, 152)}
+"""Of the score warpgroup and a value warpgroup: of 64 heads, whose output takes 128 of these, and of fewer."""
+_SCORES = 2
+_COLUMNS = 128
+"""Columns of 8 bits that lie side by side in shared memory, and of an 8-bit float's scale."""
+_LARGEST_WEIGHT = 2.0**15
+_SCALE_UNIT = 1 / 16
+"""Values of 8-bit floats are float16 in such units: those up to 4,094 are in its range."""
+_WGMMA = plgpu.Layout.WGMMA
+_ROW, _COLUMN = _WGMMA.reduce(1), _WGMMA.reduce(0)
+_BYTES = (plgpu.TilingTransform((8, _COLUMNS)), plgpu.SwizzleTransform(_COLUMNS))  # pyright: ignore[reportAbstractUsage]
+_FLOATS = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape(parts.Shape):
+    values: jnp.dtype
+    """Type of the latents."""
+
+    @property
+    def floats(self) -> bool:
+        return self.values != jnp.int8
+
+    @property
+    def stages(self) -> int:
+        return _STAGES[self.floats]
+
+    @property
+    def held(self) -> int:
+        """Columns of the queries that lie in registers, the first ones."""
+        return 0 if self.floats else self.half
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token."""
+        return self.rank // _COLUMNS if self.floats else 1
+
+    @property
+    def width(self) -> int:
+        """Columns of the product with the values: rows of a block, as many as a small number of rows needs."""
+        rows = self.tokens * self.heads
+        return next((width for width in (16, 32) if rows <= width), TILE)
+
+
+def reason_against(q: jax.Array, cache: QuantizedLatents, kv_rank: int) -> str | None:
+    """Why the kernel cannot take operands of these shapes and types, None if it can."""
+    groups = kv_rank // _COLUMNS if cache.values.dtype in _FLOATS else 1
+    if q.dtype != jnp.bfloat16 or cache.values.dtype not in (jnp.int8, *_FLOATS) or cache.scale.shape[-1] != groups:
+        return f"queries are {q.dtype}, the cache {cache.values.dtype} with {cache.scale.shape[-1]} scales for a token"
+    if cache.values.shape[2] % TILE:
+        return f"pages of {cache.values.shape[2]} tokens are no multiple of {TILE}"
+    if kv_rank % (2 * _COLUMNS) or kv_rank > 512:
+        return f"kv_rank = {kv_rank} is no multiple of {2 * _COLUMNS} up to 512"
+    if cache.rope.shape[-1] != TILE:
+        return f"the rope part has {cache.rope.shape[-1]} dimensions, not {TILE}"
+    return None
+
+
+def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors):
+    """See `jaxinfer.kernels.mla_decode`; `multiprocessors` is the number of thread blocks that run at a time."""
+    batch, tokens, heads, dim = q.shape
+    layers, pages, page_size, rope = cache.rope.shape
+    shape = _Shape(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        rank=kv_rank,
+        rope=rope,
+        parts=1,
+        scale=scale * math.log2(math.e),
+        dtype=cache.rope.dtype,
+        values=cache.values.dtype,
+    )
+    shape = dataclasses.replace(shape, parts=max(1, multiprocessors // (shape.rows // TILE)))
+    begins, cuts, first = parts.schedule(lengths, shape.parts)
+    q = q.reshape(batch, tokens * heads, dim)
+    q = jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0)))
+    latent, q_scale = _split(q[..., :kv_rank], shape.groups) if shape.floats else _rounded(q[..., :kv_rank])
+    tiles_per_page = page_size // TILE
+    tiles = layers * pages * tiles_per_page
+    operands = {
+        "q": latent,
+        "q_rope": q[..., kv_rank:],
+        "q_scale": q_scale.swapaxes(1, 2) * shape.scale,
+        "values": cache.values.reshape(tiles, TILE, kv_rank),
+        "rope": cache.rope.reshape(tiles, TILE, rope),
+        "scale": cache.scale.reshape(tiles, TILE * shape.groups),
+        "layer_tile": (layer * (pages * tiles_per_page))[None],
+        "page_table": page_table,
+        "lengths": lengths,
+        "begins": begins,
+        "cuts": cuts,
+        "first": first,
+    }
+    out, lse = _attend(shape, tiles_per_page, operands)
+    out, lse = parts.merge(shape, operands, out, lse)
+    out, lse = out[:batch, : tokens * heads], lse[:batch, : tokens * heads]
+    return out.reshape(batch, tokens, heads, kv_rank), lse.reshape(batch, tokens, heads)
+
+
+def _rounded(latent):
+    return quantize_latents(latent, 1, jnp.int8)
+
+
+def _split(latent, groups):
+    """Two numbers in e4m3 side by side, `[..., 2 kv_rank]`, whose sum is the latent over its scale."""
+    parts = latent.astype(jnp.float32).reshape(*latent.shape[:-1], groups, -1)
+    high, scale = quantize_latents(latent, groups, jnp.float8_e4m3fn)
+    low = parts / scale[..., None] - high.astype(jnp.float32).reshape(parts.shape)
+    return jnp.concatenate((high, low.reshape(latent.shape).astype(jnp.float8_e4m3fn)), axis=-1), scale
+
+
+def _attend(shape, tiles_per_page, operands):
+    """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
+    q_columns = operands["q"].shape[-1] - shape.held
+    scratch = {
+        "values": parts.tiles((2, shape.stages, TILE, shape.half), shape.values),
+        "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
+        "weights": parts.tiles((_ROPE_STAGES, TILE, TILE), jnp.dtype(jnp.float16)),
+        "q": parts.tiles((1, TILE, q_columns), operands["q"].dtype),
+        "q_rope": parts.tiles((TILE, shape.rope), shape.dtype),
+        "scale": plgpu.SMEM((2, shape.stages, TILE * shape.groups), jnp.float32),
+        "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
+        "inverse": plgpu.SMEM((TILE,), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=2),
+        "values_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.stages),
+        "rope_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
+        "weights_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
+        "weights_empty": plgpu.Barrier(num_arrivals=2, num_barriers=_ROPE_STAGES),
+        "inverse_full": plgpu.Barrier(),
+        "inverse_empty": plgpu.Barrier(num_arrivals=2),
+    }
+
+    def body(operands, out, lse):
+        pl.run_scoped(
+            lambda scratch: _thread_block(shape, tiles_per_page, operands, out, lse, scratch),
+            scratch,
+            collective_axes="wg",
+        )
+
+    results, blocks = shape.batch + 2 * shape.parts, shape.rows // TILE
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((results, blocks * shape.width, shape.rank), jnp.float32),
+            jax.ShapeDtypeStruct((results, shape.rows), jnp.float32),
+        ),
+        grid=(blocks, shape.parts),
+        grid_names=("block", "part"),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="mla_decode_8bit",
+        # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+    )(operands)
+
+
+def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
+    warpgroup = lax.axis_index("wg")
+    many = shape.width == TILE
+
+    def scores():
+        plgpu.set_max_registers(_REGISTERS[many][0], action="decrease" if many else "increase")
+        _scores(shape, operands, lse, scratch)
+
+    def values():
+        plgpu.set_max_registers(_REGISTERS[many][1], action="increase" if many else "decrease")
+        _values(shape, tiles_per_page, operands, out, scratch, warpgroup)
+
+    lax.cond(warpgroup == _SCORES, scores, values)
+
+
+def _slots(shape, done):
+    return lax.rem(done, jnp.int32(shape.stages)), lax.rem(done, jnp.int32(_ROPE_STAGES))
+
+
+def _scores(shape, operands, lse, scratch):
+    """The score warpgroup: weights of the softmax, tile after tile, and the log-sum-exp of each piece."""
+    first_row = lax.axis_index("block") * TILE
+    rows = pl.ds(first_row, TILE)
+    blocks = range(shape.rank // _COLUMNS)
+
+    def per_row(value):
+        return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
+
+    def down(row):
+        return lax.broadcast_in_dim(row, (TILE, TILE), [0])
+
+    def across(column):
+        return lax.broadcast_in_dim(column, (TILE, TILE), [1])
+
+    def inverse_read(finished):
+        """Waits until the piece before has been scaled."""
+
+        @pl.when(finished > 0)
+        def _():
+            plgpu.barrier_wait(scratch["inverse_empty"])
+
+    def queries(sequence):
+        """For each block of columns the operands that its keys are multiplied by, and the scales of its queries.
+
+        Those that are not held in registers are columns of shared memory.
+        """
+        rest = pl.ds(shape.held, operands["q"].shape[-1] - shape.held)
+        plgpu.copy_gmem_to_smem(operands["q"].at[sequence, rows, rest], scratch["q"].at[0], scratch["q_full"])
+        plgpu.copy_gmem_to_smem(operands["q_rope"].at[sequence, rows], scratch["q_rope"], scratch["q_full"])
+
+        def block(start):
+            if start < shape.held:
+                source = operands["q"].at[sequence, rows, pl.ds(start, _COLUMNS)]
+                return plgpu.load(source, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+            return pl.ds(start - shape.held, _COLUMNS)
+
+        starts = range(0, operands["q"].shape[-1], shape.rank)
+        found = [[block(start + number * _COLUMNS) for start in starts] for number in blocks]
+        scales = [
+            plgpu.load(operands["q_scale"].at[sequence, group, rows], layout=_ROW, optimized=False)
+            for group in range(shape.groups)
+        ]
+        plgpu.barrier_wait(scratch["q_full"])
+        return found, scales
+
+    def latent_scores(q, q_scales, k_scale, slot, zero):
+        """Scores without the rotated part; `k_scale(group)` gives the scales of the keys."""
+
+        def multiply(accumulator, number):
+            half, start = divmod(number * _COLUMNS, shape.half)
+            keys = scratch["values"].at[half, slot, :, pl.ds(start, _COLUMNS)].transpose((1, 0))
+            for operand in q[number]:
+                operand = scratch["q"].at[zero, :, operand] if isinstance(operand, pl.Slice) else operand
+                plgpu.wgmma(accumulator, operand, keys)
+
+        def product(accumulator, numbers):
+            for number in numbers:
+                multiply(accumulator, number)
+            return accumulator[...]
+
+        scores = None
+        for group in range(shape.groups):
+            found = pl.run_scoped(
+                functools.partial(product, numbers=[group] if shape.floats else blocks),
+                plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32 if shape.floats else jnp.int32),
+            )
+            found = found.astype(jnp.float32) * down(q_scales[group]) * across(k_scale(group))
+            scores = found if scores is None else scores + found
+        return scores
+
+    def piece_scores(piece, state):
+        done, finished = state
+        q, q_scales = queries(piece.sequence)
+
+        def tile(index, state, masked):
+            done, top, total, bound = state
+            slot, rope_slot = _slots(shape, done)
+
+            def k_scale(group):
+                found = _by_key(scratch["scale"].at[0, slot], group, shape.groups)
+                if masked:
+                    key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_COLUMN)
+                    found = jnp.where(key < piece.length - (piece.start + index) * TILE, found, 0.0)
+                return found
+
+            def products(rotated):
+                plgpu.barrier_wait(scratch["rope_full"].at[rope_slot])
+                plgpu.wgmma(rotated, scratch["q_rope"], scratch["rope"].at[rope_slot].transpose((1, 0)))
+                plgpu.barrier_wait(scratch["values_full"].at[slot])
+                return latent_scores(q, q_scales, k_scale, slot, jnp.minimum(done, 0)) + rotated[...] * shape.scale
+
+            scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
+            if masked:
+                scores = jnp.where(parts.seen(shape, piece, index, first_row), scores, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            # A row that has seen no key yet would subtract infinity from infinity.
+            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+            weights = jnp.exp2(scores - down(shift))
+            factor = jnp.exp2(top - shift)
+            total = total * factor + jnp.sum(weights, axis=1)
+            if shape.floats:
+                weights = weights * _LARGEST_WEIGHT
+            else:
+                scale = k_scale(0)
+                before, bound = bound, jnp.maximum(bound, jnp.max(scale))
+                factor = factor * (before / bound)
+                weights = weights * across(scale * (_LARGEST_WEIGHT / bound))
+
+            # The values are done with the tile before the last.
+            @pl.when(done >= _ROPE_STAGES)
+            def _():
+                plgpu.barrier_wait(scratch["weights_empty"].at[rope_slot])
+
+            scratch["weights"].at[rope_slot][...] = weights.astype(jnp.float16)
+            scratch["factor"].at[rope_slot][...] = factor
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch["weights_full"].at[rope_slot])
+            return done + 1, new_top, total, bound
+
+        state = done, per_row(-jnp.inf), per_row(0.0), jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
+        state = lax.fori_loop(0, piece.clear, lambda i, s: tile(i, s, False), state)
+        done, top, total, bound = lax.fori_loop(piece.clear, piece.tiles, lambda i, s: tile(i, s, True), state)
+        empty = total == 0.0
+        divisor = jnp.where(empty, 1.0, total)
+        lse.at[piece.result, rows][...] = jnp.where(empty, -jnp.inf, top * math.log(2) + jnp.log(divisor))
+
+        inverse_read(finished)
+        scratch["inverse"][...] = (bound / _LARGEST_WEIGHT) / divisor
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["inverse_full"])
+        return done, finished + 1
+
+    done, finished = parts.pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
+    inverse_read(finished)
+    for slot in range(_ROPE_STAGES):
+        # What was not waited for would be missing at the next wait.
+        pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(scratch["weights_empty"].at[slot]))
+
+
+def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
+    """A value warpgroup: copies the tiles of its half of the columns, and adds up weights times values."""
+    part, block = lax.axis_index("part"), lax.axis_index("block")
+    begin, end = operands["cuts"][part], operands["cuts"][part + 1]
+    first_column = pl.multiple_of(warpgroup * shape.half, _COLUMNS)
+    columns = pl.ds(first_column, shape.half)
+
+    def locate(number, sequence):
+        return parts.locate(operands["values"].shape[0], tiles_per_page, operands, number, sequence)
+
+    def copy_values(number, tile):
+        """Copies this warpgroup's columns of the thread block's tile of that number, and all scales, if it has so many."""
+        slot = _slots(shape, number)[0]
+
+        @pl.when(begin + number < end)
+        def _():
+            full = scratch["values_full"].at[slot]
+            plgpu.copy_gmem_to_smem(
+                operands["values"].at[tile, :, columns], scratch["values"].at[warpgroup, slot], full
+            )
+            plgpu.copy_gmem_to_smem(operands["scale"].at[tile], scratch["scale"].at[warpgroup, slot], full)
+
+    def copy_rope(number, tile):
+        slot = _slots(shape, number)[1]
+
+        @pl.when(begin + number < end)
+        def _():
+            plgpu.copy_gmem_to_smem(operands["rope"].at[tile], scratch["rope"].at[slot], scratch["rope_full"].at[slot])
+
+    second = warpgroup == 1
+    sequence, ahead = operands["first"][part], ()
+    for number in map(jnp.int32, range(shape.stages)):
+        tile, sequence = locate(number, sequence)
+        copy_values(number, tile)
+        if len(ahead) < _ROPE_STAGES:
+            pl.when(second)(functools.partial(copy_rope, number, tile))
+        ahead = *ahead, tile
+
+    width, blocks = shape.width, shape.half // TILE
+    # Of few heads the output leaves registers for a whole tile.
+    early = blocks if width < TILE else 0
+    first_group = warpgroup * (shape.groups // 2)
+
+    def piece_values(piece, state):
+        def attended(accumulators):
+            def values_of(slot, number, written):
+                """64 columns of the tile, transposed, as a product takes them."""
+                group, half = divmod(number, 2)
+                found = _transposed(scratch["values"].at[warpgroup, slot, :, pl.ds(group * _COLUMNS, _COLUMNS)], half)
+                if shape.floats:
+                    scale = _by_key(scratch["scale"].at[warpgroup, slot], first_group + group, shape.groups)
+                    scale = (scale * (1 / _SCALE_UNIT)).astype(jnp.float16)
+                    found = found * lax.broadcast_in_dim(scale, found.shape, [1])
+                if written is not None:
+                    found = jnp.where(lax.broadcast_in_dim(written, found.shape, [1]), found, 0)
+                return found
+
+            def rescale(number, factor):
+                accumulator = accumulators[number]
+                before = plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
+                accumulator[...] = before * lax.broadcast_in_dim(factor, (TILE, width), [1])
+
+            def tile(index, state, masked):
+                done, sequence, ahead = state
+                slot, rope_slot = _slots(shape, done)
+                written = None
+                if masked:
+                    key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_COLUMN)
+                    written = key < piece.length - (piece.start + index) * TILE
+                plgpu.barrier_wait(scratch["values_full"].at[slot])
+                widen = functools.partial(values_of, slot, written=written)
+                values = [widen(number) for number in range(early)]
+                # The page table is read while there is nothing to multiply yet.
+                next_tile, sequence = locate(done + shape.stages, sequence)
+                plgpu.barrier_wait(scratch["weights_full"].at[rope_slot])
+                pl.when(second)(functools.partial(copy_rope, done + _ROPE_STAGES, ahead[0]))
+                factor = plgpu.load(scratch["factor"].at[rope_slot, pl.ds(0, width)], layout=_COLUMN)
+                weights = scratch["weights"].at[rope_slot, pl.ds(0, width)].transpose((1, 0))
+                for number in range(blocks):
+                    rescale(number, factor)
+                for number in range(blocks):
+                    if len(values) <= number:
+                        # The same registers again.
+                        plgpu.wgmma_wait(0)
+                        values.append(widen(number))
+                    plgpu.wgmma(accumulators[number], values[number], weights)
+                plgpu.wgmma_wait(0)
+                # Orders the reads of all four warps before the next copies into the stages.
+                plgpu.commit_smem()
+                copy_values(done + shape.stages, next_tile)
+                plgpu.barrier_arrive(scratch["weights_empty"].at[rope_slot])
+                return done + 1, sequence, (*ahead[1:], next_tile)
+
+            clear = piece.clear if shape.floats else piece.tiles
+            result = lax.fori_loop(0, clear, lambda i, s: tile(i, s, False), state)
+            if shape.floats:
+                result = lax.fori_loop(clear, piece.tiles, lambda i, s: tile(i, s, True), result)
+            plgpu.barrier_wait(scratch["inverse_full"])
+            inverse = plgpu.load(scratch["inverse"].at[pl.ds(0, width)], layout=_COLUMN)
+            for number in range(blocks):
+                rescale(number, inverse)
+                start = first_column + number // 2 * _COLUMNS
+                target = out.at[piece.result, pl.ds(block * width, width), pl.ds(start, _COLUMNS)]
+                _store(target, number % 2, accumulators[number][...])
+            plgpu.barrier_arrive(scratch["inverse_empty"])
+            return result
+
+        return pl.run_scoped(attended, [plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)] * blocks)
+
+    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)
+
+
+def _by_key(scales, group, groups):
+    """The scales `[keys]` of a group, from `[keys x groups]` in shared memory."""
+    if groups == 1:
+        return plgpu.load(scales, layout=_COLUMN)
+    return _strided(scales, jnp.int32(group), groups)
+
+
+def _strided(scales, first, step):
+    """Every `step`-th of the numbers from the first on."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((TILE,), jnp.float32, layout=_COLUMN),
+    )
+    def load(_, scales, first):
+        f32 = ir.F32Type.get()
+        lane, _ = _lane_and_warp()
+        start = arith.addi(arith.muli(arith.andi(lane, _i32(3)), _i32(2 * step)), first.registers[()])
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [start], f32)
+        places = [8 * block + place for block in range(TILE // 8) for place in range(2)]
+        # Loads that stay where they are: moved forward they would take the registers of all groups.
+        numbers = [
+            llvm.inline_asm(f32, [base], f"ld.shared.f32 $0, [$1+{4 * place * step}];", "=f,r", has_side_effects=True)
+            for place in places
+        ]
+        pairs = [_pair(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
+        return _array(mgpu.WGMMA_LAYOUT.reduce((0,)), (TILE,), pairs)
+
+    return load(scales, first)
+
+
+def _transposed(block, half):
+    """Columns of a tile `[keys, 128]` of bytes as rows, in float16 `[64, keys]`.
+
+    Warp w of the four has the 16 columns from `32 w + 16 half` on: rows `16 w + r` and `16 w + 8 + r` are columns 2r
+    and 2r + 1 of those.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_BYTES),),
+        return_type=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.float16, layout=_WGMMA),
+    )
+    def load(_, block):
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        memory = ir.MemRefType(block.type)
+        rows, _, row, _ = memory.get_strides_and_offset()[0]
+        widen = _WIDEN[str(memory.element_type)]
+        lane, warp = _lane_and_warp()
+        key, keys = arith.andi(lane, _i32(7)), arith.shrui(lane, _i32(3))
+        # Pieces of 16 bytes are swizzled.
+        piece = arith.xori(arith.addi(arith.muli(warp, _i32(2)), _i32(half)), key)
+        offset = arith.addi(arith.muli(keys, _i32(rows)), arith.muli(key, _i32(row)))
+        offset = arith.addi(offset, arith.muli(piece, _i32(16)))
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(block), [offset], i8)
+        registers = []
+        for start in range(0, TILE // 8, 4):
+            words = llvm.inline_asm(
+                ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+                [mgpu.utils.getelementptr(base, [start * rows], i8)],
+                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
+                "=r,=r,=r,=r,r",
+                has_side_effects=True,
+            )
+            for index in range(4):
+                # A word is columns 2r and 2r + 1 of a key, then those of the next key.
+                word = llvm.extractvalue(i32, words, [index])
+                wide = llvm.inline_asm(ir.Type.parse("!llvm.struct<(i32, i32)>"), [word], widen, "=r,=r,r")
+                registers += [llvm.extractvalue(i32, wide, [column]) for column in range(2)]
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        return _array(mgpu.WGMMA_LAYOUT, (TILE, TILE), [mgpu.utils.bitcast(word, pair) for word in registers])
+
+    return load(block)
+
+
+_WIDEN = {
+    # The byte, its sign turned over, as the last eight bits of 1,024 and more.
+    "i8": """{
+        .reg .b32 t, c;
+        mov.b32 c, 0x64806480;
+        lop3.b32 t, $2, 0x00ff00ff, c, 0x6a;
+        sub.rn.f16x2 $0, t, c;
+        shr.u32 t, $2, 8;
+        lop3.b32 t, t, 0x00ff00ff, c, 0x6a;
+        sub.rn.f16x2 $1, t, c;
+        }""",
+    "f8E4M3FN": """{
+        .reg .b32 t;
+        .reg .b16 low, high;
+        prmt.b32 t, $2, 0, 0x3120;
+        mov.b32 {low, high}, t;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+    "f8E5M2": """{
+        prmt.b32 $0, $2, 0, 0x2404;
+        and.b32 $1, $2, 0xff00ff00;
+        }""",
+}
+"""PTX that makes of four bytes the first and third, and the second and fourth, in float16."""
+
+
+def _store(target, half, array):
+    """Stores the rows of `array [64, heads]`, in the order of `_transposed`, as columns of `target [heads, 128]`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA), return_type=None)
+    def store(_, target, array):
+        f32 = ir.F32Type.get()
+        (stride, _), _ = ir.MemRefType(target.type).get_strides_and_offset()
+        lane, warp = _lane_and_warp()
+        column = arith.addi(arith.muli(warp, _i32(32)), arith.muli(arith.shrui(lane, _i32(2)), _i32(2)))
+        head = arith.muli(arith.andi(lane, _i32(3)), _i32(2 * stride))
+        base = mgpu.utils.getelementptr(
+            mgpu.utils.memref_ptr(target), [arith.addi(arith.addi(column, head), _i32(16 * half))], f32
+        )
+        registers = list(array.registers.flat)
+        for index in range(array.shape[1] // 8):
+            for which in range(2):
+                value = _pair(*(llvm.extractelement(r, _i32(which)) for r in registers[2 * index : 2 * index + 2]))
+                llvm.store(value, mgpu.utils.getelementptr(base, [(8 * index + which) * stride], f32), alignment=8)
+
+    store(target, array)
+
+
+def _i32(value):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _lane_and_warp():
+    thread = mgpu.utils.thread_idx()
+    return arith.andi(thread, _i32(31)), arith.andi(arith.shrui(thread, _i32(5)), _i32(3))
+
+
+def _pair(first, second):
+    value = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
+    return llvm.insertelement(llvm.insertelement(value, first, _i32(0)), second, _i32(1))
+
+
+def _array(layout, shape, registers):
+    """An array of a layout from its registers, in order."""
+    held = np.empty(layout.registers_shape(shape), object)
+    held.flat[:] = registers
+    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
