@@ -26,7 +26,14 @@ from jaxinfer.sharding.collectives import all_gather, all_reduce, merge, merge_o
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan
 
-RopeTable = tuple[jax.Array, jax.Array]
+Rotations = tuple[jax.Array, jax.Array]
+"""Cosines and sines of each token's position, float32 `[T, rope / 2]`."""
+
+
+def rotations(tables: tuple[jax.Array, jax.Array], positions: jax.Array) -> Rotations:
+    """The rows of `positions [T]` in tables `[positions, rope / 2]`: the same for all layers."""
+    cos, sin = (table.at[positions].get(mode="clip") for table in tables)
+    return cos, sin
 
 
 class Attention(nnx.Module):
@@ -62,7 +69,7 @@ class Attention(nnx.Module):
         cache: Cache,
         layer: jax.Array,
         batch: PrefillBatch,
-        rope: RopeTable,
+        rope: Rotations,
         layout: Layout,
         plan: Plan,
         policies: Policies,
@@ -71,8 +78,8 @@ class Attention(nnx.Module):
 
         Writes the tokens' latents to the cache first: they lie on this rank.  Returns float32 `[T, d]` and the cache.
         """
-        q, cos, sin, cache = self._project(x, cache, layer, batch, rope, plan)
-        q = apply_rope_to_queries(q, cos, sin)
+        q, cache = self._project(x, cache, layer, batch, rope, plan)
+        q = apply_rope_to_queries(q, *rope)
         heads = plan.axes("heads", self.config.num_heads)
 
         def attend(policy):
@@ -123,7 +130,7 @@ class Attention(nnx.Module):
         cache: Cache,
         layer: jax.Array,
         batch: DecodeBatch,
-        rope: RopeTable,
+        rope: Rotations,
         layout: Layout,
         plan: Plan,
         policies: Policies,
@@ -132,9 +139,9 @@ class Attention(nnx.Module):
 
         Returns float32 `[B, d]` and the cache.
         """
-        q, cos, sin, cache = self._project(x, cache, layer, batch, rope, plan)
+        q, cache = self._project(x, cache, layer, batch, rope, plan)
         q_nope, q_rope = jnp.split(q, (self.config.qk_nope_head_dim,), axis=-1)
-        q_rope = apply_rope(q_rope, cos[:, None], sin[:, None])
+        q_rope = apply_rope(q_rope, *(part[:, None] for part in rope))
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
         absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
         head_axes = plan.axes("heads", self.config.num_heads)
@@ -164,8 +171,7 @@ class Attention(nnx.Module):
         return self._output(einsum("bhc,hvc->bhv", attended, self.v_b), plan), cache
 
     def _project(self, x, cache, layer, batch, rope, plan):
-        """Queries `[T, H, nope + rope]` of this rank's heads, not rotated yet, cosines and sines `[T, rope / 2]` of the
-        tokens' positions, and the cache with their latents."""
+        """Queries `[T, H, nope + rope]` of this rank's heads, not rotated, and the cache with the tokens' latents."""
         config = self.config
         if config.q_lora_rank is None:
             q = linear(x, self.q, self.dtype)
@@ -174,13 +180,12 @@ class Attention(nnx.Module):
             q_latent = normalised(self.q_b, q_latent, self.q_a_norm, config.latent_norm_eps, self.dtype)
             q = linear(q_latent, self.q_b, self.dtype)
         q = q.reshape(q.shape[0], -1, config.qk_head_dim)
-        cos, sin = (table.at[batch.positions].get(mode="clip") for table in rope)
         # XLA would make one product of the two that read x, and for that a copy of both weights.
         latents = self._latent(lax.optimization_barrier(x), self.kv_a, config.latent_dim, plan)
         norm = self.kv_a_norm, config.latent_norm_eps
         place = layer, batch.write_page, batch.write_offset
-        written = cache_write(cache.latents, *place, latents, *norm, cos, sin)
-        return q, cos, sin, cache._replace(latents=written)
+        written = cache_write(cache.latents, *place, latents, *norm, *rope)
+        return q, cache._replace(latents=written)
 
     def _latent(self, x, projection, size, plan):
         return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)

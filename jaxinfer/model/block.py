@@ -6,7 +6,7 @@ from flax import nnx
 from jaxinfer.cache import Cache
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
-from jaxinfer.model.attention import Attention, RopeTable
+from jaxinfer.model.attention import Attention, Rotations
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.linear import normalised
 from jaxinfer.model.moe import MLP, MoE
@@ -39,7 +39,7 @@ class Block(nnx.Module):
         cache: Cache,
         layer: jax.Array,
         batch: PrefillBatch | DecodeBatch,
-        rope: RopeTable,
+        rope: Rotations,
         layout: Layout,
         plan: Plan,
         policies: Policies,

@@ -15,6 +15,7 @@ from jaxinfer.cache import Cache
 from jaxinfer.configs.attention import DENSE, Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
+from jaxinfer.model.attention import rotations
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
 from jaxinfer.model.params import Tree, apart, specs, together, use, weight
@@ -57,14 +58,15 @@ class Transformer:
         """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents."""
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
+        angles = rotations((rope["cos"], rope["sin"]), batch.positions)
         first = 0
         for name, group in self.groups.items():
             sliced, whole = apart(group.block, params[name])
 
             def step(carry, layer, block=group.block, whole=whole):
                 sliced, index = layer
-                weights, tables = together(sliced, whole), (rope["cos"], rope["sin"])
-                return use(block, weights, plan)(*carry, index, batch, tables, layout, plan, self.policies), None
+                weights = together(sliced, whole)
+                return use(block, weights, plan)(*carry, index, batch, angles, layout, plan, self.policies), None
 
             layers = jnp.arange(first, first + group.layers)
             (x, cache), _ = lax.scan(step, (x, cache), (sliced, layers))

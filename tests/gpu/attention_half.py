@@ -17,7 +17,7 @@ from jaxinfer.configs.kv_format import FORMATS
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.batching import Batcher
 from jaxinfer.engine.step import Capacity, PrefillSegment
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.attention import Attention, rotations
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch, batch_specs, local
 from jaxinfer.model.linear import normalised
 from jaxinfer.model.params import Tree, specs, use
@@ -133,13 +133,14 @@ class Half:
         def step(weights, cache, x, rope, batch):
             batch = local(batch)
             x = x[0] if prefill else x
+            angles = rotations(rope, batch.positions)
 
             def layer(carry, inputs):
                 (x, cache), (weights, index) = carry, inputs
                 module = use(attention, {k: w for k, w in weights.items() if k != "attn_norm"}, plan)
                 h = normalised(module.reader, x, weights["attn_norm"], eps, module.dtype)
                 run = module.prefill if prefill else module.decode
-                out, cache = run(h, cache, index, batch, rope, layout, plan, policies)
+                out, cache = run(h, cache, index, batch, angles, layout, plan, policies)
                 return (x + out, cache), None
 
             (x, cache), _ = lax.scan(layer, (x, cache), (weights, jnp.arange(self.layers)))

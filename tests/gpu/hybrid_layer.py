@@ -32,6 +32,7 @@ from jaxinfer.kernels.selection import retrieve
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.model import attention as dense
 from jaxinfer.model import sparse
+from jaxinfer.model.attention import rotations
 from jaxinfer.model.batch import PrefillBatch, batch_specs, local
 from jaxinfer.model.params import Tree, apart, together, use
 from jaxinfer.model.precision import Precision
@@ -157,9 +158,9 @@ class Layer:
         def run(params, x, cache, rope, batch):
             sliced, whole = apart(block, params)
             module = use(block, together(jax.tree.map(lambda array: array[0], sliced), whole), plan)
-            tables = rope["cos"], rope["sin"]
-            layer = jnp.int32(0)
-            return module.prefill(x, cache, layer, local(batch), tables, self.layout, plan, self.model.policies)
+            batch = local(batch)
+            angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+            return module.prefill(x, cache, jnp.int32(0), batch, angles, self.layout, plan, self.model.policies)
 
         everywhere = PartitionSpec()
         specs = everywhere, everywhere, everywhere, everywhere, batch_specs(batch, self.rules)
