@@ -33,6 +33,7 @@ _LISTS = ("attention", "kv")
 _SAMPLE_FLAGS = {
     "chat": False,
     "answer_tokens": None,
+    "between_anchors": False,
     "text": None,
     "kv_lookups": 12,
     "kv_key_tokens": None,
@@ -80,6 +81,12 @@ def _define_flags() -> None:
     flags.DEFINE_string("out", "evaluation", "folder for records and report; an earlier run in it is continued")
     flags.DEFINE_bool("chat", False, "ask in a chat turn; the answer begins with the task's prefix all the same")
     flags.DEFINE_integer("answer_tokens", None, "most tokens of an answer. Default: each task's own", lower_bound=1)
+    flags.DEFINE_bool(
+        "between_anchors",
+        False,
+        "hide what is asked for out of reach of the window and the anchors of hybrid attention, so that only retrieval "
+        "finds it; for tasks that hide one thing",
+    )
     flags.DEFINE_string("text", None, "a text file as haystack and for ppl. Default: the King James Version")
     flags.DEFINE_integer(
         "kv_lookups", 12, "look-ups in each sample of kv; all but one are teacher-forced", lower_bound=1
@@ -195,6 +202,7 @@ class Evaluation:
                 seed=self.options.seed,
                 chat=FLAGS.chat,
                 answer_tokens=FLAGS.answer_tokens,
+                between_anchors=FLAGS.between_anchors,
                 kv_lookups=FLAGS.kv_lookups,
                 kv_key_tokens=keys,
                 kv_distractors=FLAGS.kv_distractors,

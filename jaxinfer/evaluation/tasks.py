@@ -5,12 +5,14 @@ Wordings and definitions are those of RULER (arXiv 2404.06654), without its work
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
+from jaxinfer.evaluation.anchored import hidden_depths, is_between_anchors
 from jaxinfer.evaluation.haystack import Haystack, fit, noise, words
 from jaxinfer.evaluation.lookups import VALUE_TOKENS, make_lookups
 from jaxinfer.tokenizer import Tokenizer
@@ -94,6 +96,8 @@ class Settings:
     """Put the question into a chat turn; the answer begins with the task's prefix all the same."""
     answer_tokens: int | None = None
     """Most tokens of an answer; None: the task's own number."""
+    between_anchors: bool = False
+    """Hide what has a depth out of reach of hybrid attention's window and anchors (see `evaluation.anchored`)."""
     kv_lookups: int = 12
     kv_key_tokens: int = 3
     kv_distractors: float = 1 / 32
@@ -291,8 +295,8 @@ def make_sample(name: str, length: int, depth: float | None, number: int, settin
     no tokenizer for a task made of text.
     """
     task = TASKS[name]
-    place = -1 if depth is None else round(depth * 10**6)
-    key = [settings.seed, sorted(TASKS).index(name), length, place + 1, number]
+    millionths = -1 if depth is None else round(depth * 10**6)
+    key = [settings.seed, sorted(TASKS).index(name), length, millionths + 1, number]
     if task.kind == "ids":
         assert depth is not None
         return _ids_sample(np.random.default_rng(key), length, depth, settings)
@@ -302,8 +306,8 @@ def make_sample(name: str, length: int, depth: float | None, number: int, settin
     write = task.write
     assert write is not None
 
-    def make(size: int) -> Sample:
-        draft = write(np.random.default_rng(key), settings.haystack, length, size, depth)
+    def make(size: int, place: float | None = depth) -> Sample:
+        draft = write(np.random.default_rng(key), settings.haystack, length, size, place)
         if settings.chat and task.kind == "text":
             turn = [{"role": "user", "content": draft.body}]
             text = tokenizer.apply_chat_template(turn) + draft.prefix
@@ -320,7 +324,19 @@ def make_sample(name: str, length: int, depth: float | None, number: int, settin
             room = 1
         return Sample(ids=ids, answer_tokens=room, parts=draft.parts, text=text)
 
-    return fit(make, lambda sample: len(sample.ids) + sample.answer_tokens, length)
+    def tokens(sample: Sample) -> int:
+        return len(sample.ids) + sample.answer_tokens
+
+    if depth is None or not settings.between_anchors:
+        return fit(make, tokens, length)
+    for place in hidden_depths(depth, length):
+        sample = fit(partial(make, place=place), tokens, length)
+        if len(sample.parts) != 1:
+            raise ValueError(f"{name}: expected a task that hides one thing, to hide it between anchors")
+        (part,) = sample.parts
+        if is_between_anchors(sample.ids, str(sample.text), str(part.reference), tokenizer):
+            return replace(sample, parts=[replace(part, depth=depth)])
+    raise ValueError(f"{name}: found no place between anchors at depth {depth} of {length} tokens")
 
 
 def _ids_sample(rng: np.random.Generator, length: int, depth: float, settings: Settings) -> Sample:

@@ -1,5 +1,6 @@
 """The generated prompts: lengths, places, determinism, and the wording that the bundled model is trained on."""
 
+import dataclasses
 import re
 from collections import Counter
 from itertools import pairwise
@@ -7,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from jaxinfer.engine.anchors import Anchors, boundary_codes
 from jaxinfer.evaluation import tasks
 from jaxinfer.evaluation.haystack import Haystack, fit, is_held_out, king_james, noise, words
 from jaxinfer.evaluation.tasks import TASKS, Settings, make_sample, ordinary_tokens
@@ -54,6 +56,25 @@ def test_what_is_asked_for_stands_where_it_should(name: str) -> None:
             if part.depth is not None:
                 assert abs(places[0] / len(found.text) - part.depth) < 0.15
         assert not any(str(part.reference) in found.text.split("\n")[-1] for part in found.parts)  # the question
+
+
+@pytest.mark.parametrize("name", ["niah_single", "passkey"])
+def test_between_anchors_nothing_but_retrieval_reaches_it(name: str) -> None:
+    settings = dataclasses.replace(SETTINGS, between_anchors=True)
+    for depth in (0.0, 0.9, 1.0):
+        found = sample(name, 20000, depth, settings=settings)
+        assert found.text is not None and found == sample(name, 20000, depth, settings=settings)
+        assert found.parts[0].depth == depth
+        value = str(found.parts[0].reference)
+        place = found.text.index(value)  # a byte is a token
+        assert 128 < place < 20000 - 2 * 4096 + 1000
+        for boundaries in (True, False):
+            anchors: list[int] = []
+            Anchors(boundary_codes(BYTES, BYTES.vocab_size), 512, boundaries).extend(anchors, found.ids)
+            assert not any(place - 40 < anchor < place + len(value) + 10 for anchor in anchors)
+            assert any(abs(place - anchor) < 512 for anchor in anchors)
+    with pytest.raises(ValueError, match="niah_multiquery: expected a task that hides one thing"):
+        sample("niah_multiquery", 20000, settings=settings)
 
 
 def test_ruler_counts() -> None:
