@@ -16,6 +16,7 @@ it (times 2^8), equal weights are rounded one way, and 64K keys beside one that 
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -57,9 +58,8 @@ class Blocks:
         l2_bytes: keys and values that are worked on at a time.
     """
 
-    stages: int = 3
+    stages: int = 4
     l2_bytes: int = 32 * 2**20
-    overlap: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,30 +383,14 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             def seen(scores):
                 return visible(scores, index * KEYS, limit) if masked else scores
 
-            def tile(values):
-                def products(scores):
-                    start_scores(scores, slot)
-                    wait("v_full", last)
-                    start_values(values, weights, last)
-                    if not blocks.overlap:
-                        return plgpu.wgmma_accumulator_load(scores, wait_n=1), values[...]
-                    return plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            def tile(scores):
+                start_scores(scores, slot)
+                wait("v_full", last)
+                return pl.run_scoped(functools.partial(with_values, scores), value_accumulator)
 
-                if not blocks.overlap:
-                    scores, found = pl.run_scoped(products, score_accumulator)
-                    release("v_empty", last)
-                    new_result = result + found * across(gain, shape.v)
-                    new_weights, part = weigh(seen(scores), reference)
-                    large = _any_large(part, _FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
-
-                    @pl.when(large == 0)
-                    def _():
-                        release_keys(index)
-
-                    await_keys(index + 1)
-                    return new_weights, part, large, new_result
-
-                new_weights, part = weigh(seen(pl.run_scoped(products, score_accumulator)), reference)
+            def with_values(scores, values):
+                start_values(values, weights, last)
+                new_weights, part = weigh(seen(plgpu.wgmma_accumulator_load(scores, wait_n=1)), reference)
                 large = _any_large(part, _FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
 
                 @pl.when(large == 0)
@@ -421,8 +405,8 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
                 release("v_empty", last)
                 return new_weights, part, large, found
 
-            new_weights, part, large, found = pl.run_scoped(tile, value_accumulator)
-            result = result + found * across(gain, shape.v) if blocks.overlap else found
+            new_weights, part, large, found = pl.run_scoped(tile, score_accumulator)
+            result = result + found * across(gain, shape.v)
 
             def small_enough():
                 return _e4m3(new_weights), reference, part, top, total, result

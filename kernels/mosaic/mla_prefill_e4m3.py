@@ -29,7 +29,7 @@ def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale, blocks: Blocks | None
     tokens, heads, _ = q.shape
     v = v_b.shape[1]
     dimensions = k_b.shape[1], latents.shape[1] - k_b.shape[2], v
-    blocks = blocks or Blocks(stages=3 if shared_memory_bytes(*dimensions, Blocks(stages=3)) <= SHARED_MEMORY else 2)
+    blocks = blocks or _fitting(*dimensions)[0]
     multiprocessors = multiprocessors or device().multiprocessors
 
     def visible():
@@ -52,3 +52,9 @@ def operands(q: jax.Array, latents: jax.Array, k_b: jax.Array, v_b: jax.Array, w
     moved = latents.reshape(-1, 16, latents.shape[1])[:, value_order()].reshape(latents.shape)
     # Only odd, hence small, queries are padded.
     return expand(jnp.pad(q, ((0, -q.shape[0] % ALIGNMENT), (0, 0), (0, 0))), latents, k_b, v_b, moved)
+
+
+def _fitting(nope, rope, v):
+    """Ways to cut the work whose buffers fit, the fastest first."""
+    found = [Blocks(stages=stages) for stages in (4, 3, 2)]
+    return [blocks for blocks in found if shared_memory_bytes(nope, rope, v, blocks) <= SHARED_MEMORY]

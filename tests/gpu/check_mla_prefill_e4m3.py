@@ -1,0 +1,308 @@
+"""Checks and times MLA prefill in e4m3 on one Hopper GPU: `python -m tests.gpu.check_mla_prefill_e4m3 [--out DIR]`.
+
+As `check_mla_prefill`: comparisons with float32 on the same e4m3 operands, so that errors are those of the weights and
+the sums; times of the kernel alone beside the one in bfloat16 and cuDNN's, "rested" and "steady"; and of the operation
+with all it does.  "Weighed again": the largest score looked for in every tile, the price of data that is never quiet.
+Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is broken.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.bench import workers
+from jaxinfer.bench.timing import alone
+from jaxinfer.bench.timing import measure as time_of
+from jaxinfer.kernels.mla_prefill import mla_prefill
+from jaxinfer.kernels.mosaic import attention_e4m3
+from jaxinfer.kernels.mosaic.attention_e4m3 import KEYS, Blocks, attend, value_order
+from jaxinfer.kernels.reference.expansion import E4M3, Operands
+from tests.gpu.check_mla_prefill import (
+    HEADS,
+    HELD_SECONDS,
+    LOCK,
+    TIMED,
+    TOKENS,
+    Check,
+    limits_of,
+    rates,
+    run_cudnn,
+    series,
+)
+from tests.gpu.check_mla_prefill import run_time as run_bfloat16
+
+MODULE = "tests.gpu.check_mla_prefill_e4m3"
+BIAS_BOUND, LSE_BOUND = 5e-3, 2e-3
+NORM_BOUND = {"normal": 4e-2, "rising": 1e-1, "falling": 1e-1, "heavy": 1e-1}
+"""Roundings of weights in a mean of values of both signs; of positive values `POSITIVE_BOUND`."""
+POSITIVE_BOUND = 1e-2
+SCALE = 192**-0.5
+MULTIPROCESSORS = 132
+FLASH_ATTENTION_3 = {"8K": " (FlashAttention-3 915)", "8K, no mask": "", "64K": " (FlashAttention-3 967)"}
+REPEATS, CASE_SECONDS = 12, 60
+
+CHECKS = {
+    "odd lengths": Check(1003, 2999, 5, "causal"),
+    "near-uniform positive, 64K": Check(256, 65536, 2, data="uniform"),
+    "near-uniform positive, 512K": Check(256, 524288, 2, data="uniform"),
+    "positive, 64K": Check(256, 65536, 2, data="positive"),
+    "one key of half the weight, 64K": Check(256, 65536, 2, data="sink"),
+    "one key of half the weight, 512K": Check(256, 524288, 2, data="sink"),
+    "heavy tails": Check(256, 16384, 2, "causal", "heavy"),
+    "random limits": Check(777, 1111, 3, "random"),
+    "segments": Check(2048, 1024, 16, "segments"),
+    "rising scores": Check(1003, 2999, 5, "causal", "rising"),
+    "rising scores, random limits": Check(777, 1111, 3, "random", "rising"),
+    "falling scores": Check(1003, 2999, 5, "causal", "falling"),
+    "bundled": Check(500, 3000, 4, "causal", nope=64),
+    "keys of 192": Check(500, 1500, 3, "causal", nope=192),
+    "one tile": Check(128, 128, 1),
+    "more than 2^31 elements of output": Check(139264, 256, 128, "causal"),
+    "more than 2^31 elements of keys": Check(200, 139264, 128, "causal"),
+}
+BLOCKS = {
+    "chosen": Blocks(),
+    "2 stages": Blocks(stages=2),
+    "3 stages": Blocks(stages=3),
+    "5 stages": Blocks(stages=5),
+    "L2 16 MiB": Blocks(l2_bytes=16 * 2**20),
+    "L2 64 MiB": Blocks(l2_bytes=64 * 2**20),
+}
+
+
+def operands_of(check: Check) -> Operands:
+    """Random numbers; keys of the values in their natural order."""
+    tokens, keys = -(-check.tokens // 8) * 8, -(-check.keys // KEYS) * KEYS
+    seeds = jax.random.split(jax.random.key(1), 6)
+
+    def normal(index, *shape):
+        return jax.random.normal(seeds[index], shape, jnp.bfloat16)
+
+    q, q_rope = normal(0, tokens, check.heads, check.nope), normal(1, tokens, check.heads, check.rope)
+    k, k_rope = normal(2, keys, check.heads, check.nope), normal(3, keys, check.rope)
+    v = normal(4, check.heads, check.v, keys)
+    if check.data in ("positive", "uniform", "sink"):
+        v = jnp.abs(v)
+    if check.data == "uniform":
+        q, q_rope = q * 0.05, q_rope * 0.05
+    if check.data == "sink":
+        # The first key alone meets the first number of the rotary queries, with a score of the logarithm of the keys.
+        q, q_rope = q * 0.5, (q_rope * 0.5).at[..., 0].set(8)
+        k_rope = k_rope.at[:, 0].set(0).at[0, 0].set(jnp.bfloat16(np.log(keys) / SCALE / 8))
+    if check.data == "heavy":
+        k = (k * jnp.exp(1.2 * jax.random.normal(seeds[5], (keys, 1, 1)))).astype(jnp.bfloat16)
+    if check.data in ("rising", "falling"):
+        sizes = jnp.linspace(0.1, 40, keys)
+        sizes = sizes if check.data == "rising" else sizes[::-1]
+        k, k_rope = k * sizes[:, None, None], k_rope * sizes[:, None]
+    rounded = [jnp.clip(a, -448, 448).astype(E4M3) for a in (q, q_rope, k, k_rope, v)]
+    head = jnp.arange(check.heads)
+    scale = 2.0 ** (head[:, None] % 3 - jnp.arange(tokens) % 2)
+    rounded[:2] = [(a.astype(jnp.float32) / scale.T[..., None]).astype(E4M3) for a in rounded[:2]]
+    names = "q", "q_rope", "k", "k_rope", "v"
+    return Operands(q_scale=scale, v_scale=1 + head / 7, **dict(zip(names, rounded, strict=True)))
+
+
+def moved(operands: Operands) -> Operands:
+    """The same with the values as the kernel wants them."""
+    v = operands.v
+    groups = v.reshape(*v.shape[:2], -1, 16)[..., value_order()]
+    return dataclasses.replace(operands, v=groups.reshape(v.shape))
+
+
+def expected(check: Check, rows: np.ndarray, heads: list[int], limit: jax.Array, operands: Operands):
+    """Output `[H, T, v]` and log-sum-exp `[H, T]` of some rows and heads, in float32."""
+
+    def wide(array):
+        return array.astype(jnp.float32)
+
+    def one(head):
+        keys = jnp.concatenate((wide(operands.k[:, head]), wide(operands.k_rope)), axis=1)
+        queries = jnp.concatenate((wide(operands.q[rows, head]), wide(operands.q_rope[rows, head])), axis=1)
+        scores = jnp.dot(queries, keys.T, precision="highest") * (SCALE * operands.q_scale[head, rows])[:, None]
+        scores = jnp.where(jnp.arange(len(keys)) < limit[rows][:, None], scores, -jnp.inf)
+        weights = jnp.nan_to_num(jax.nn.softmax(scores, axis=1))
+        out = jnp.dot(weights, wide(operands.v[head]).T, precision="highest") * operands.v_scale[head]
+        return out, jax.nn.logsumexp(scores, axis=1)
+
+    return jax.lax.map(one, jnp.asarray(heads))
+
+
+def run_check(name: str, multiprocessors: int = MULTIPROCESSORS) -> dict[str, Any]:
+    check = CHECKS[name]
+    limit = jnp.asarray(np.pad(limits_of(check), (0, -check.tokens % 8)), jnp.int32)
+    rows = np.unique(np.r_[: min(512, check.tokens), max(check.tokens - 512, 0) : check.tokens])
+    heads = list(range(0, check.heads, max(check.heads // 8, 1)))
+
+    def kernel(limit, operands):
+        out, lse = attend(operands, limit, scale=SCALE, blocks=Blocks(), multiprocessors=multiprocessors)
+        return out[rows][:, np.asarray(heads)].swapaxes(0, 1), lse[np.asarray(heads)][:, rows], jnp.isfinite(out).all()
+
+    make = jax.jit(functools.partial(operands_of, check)).lower().compile()
+    order = jax.jit(moved).lower(make.out_info).compile()
+    programs = [
+        jax.jit(f).lower(limit, make.out_info).compile()
+        for f in (kernel, functools.partial(expected, check, rows, heads))
+    ]
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        operands = make()
+        wanted, wanted_lse = jax.device_get(programs[1](limit, operands))
+        out, lse, finite = jax.device_get(programs[0](limit, order(operands)))
+    bound = NORM_BOUND.get(check.data, POSITIVE_BOUND)
+    answer = verdict(out, lse, wanted, wanted_lse, np.asarray(limit)[rows] > 0, bound, bool(finite))
+    return answer | {"spent": "2^31" in name}  # a process keeps what it has allocated
+
+
+def verdict(out, lse, wanted, wanted_lse, seen: np.ndarray, bound: float, finite: bool = True) -> dict[str, Any]:
+    """Errors of `[H, T, v]` and `[H, T]`, where only some of the T queries see a key."""
+    out, wanted = out.astype(np.float64), wanted.astype(np.float64)
+    error = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
+    bias = float((out - wanted).sum() / np.abs(wanted).sum())
+    of_rows = np.abs((out - wanted).sum(axis=2) / np.maximum(np.abs(wanted).sum(axis=2), 1e-30))
+    some, wanted_some = lse[:, seen], wanted_lse[:, seen]
+    lse_error = float(np.max(np.abs(some - wanted_some) / np.maximum(1, np.abs(wanted_some) / 64)))
+    good = finite and error <= bound and abs(bias) <= BIAS_BOUND and lse_error <= LSE_BOUND
+    good &= bool((out[:, ~seen] == 0).all() and np.isneginf(lse[:, ~seen]).all())
+    said = f"{'ok' if good else 'BAD'} error {error:.1e}, signed {bias:+.1e} (of a row {of_rows.max():.1e} at most)"
+    said += f", log-sum-exp {lse_error:.1e}"
+    return {"said": said} if good else {"said": said, "failed": f"; bounds {bound}, {BIAS_BOUND}, {LSE_BOUND}"}
+
+
+def public_operands(tokens: int, keys: int, heads: int) -> tuple[jax.Array, ...]:
+    shapes = (tokens, heads, 192), (keys, 576), (heads, 128, 512), (heads, 128, 512)
+    seeds = jax.random.split(jax.random.key(2), 4)
+    q, latents, k_b, v_b = (jax.random.normal(a, b, jnp.bfloat16) for a, b in zip(seeds, shapes, strict=True))
+    return q, latents, k_b / 512**0.5, v_b / 512**0.5
+
+
+def run_public() -> dict[str, Any]:
+    """The public operation against its own reference, both on the GPU, with NaN where nothing was written."""
+
+    def operands():
+        q, latents, *weights = public_operands(700, 1500, 16)
+        return q, latents.at[1300:].set(jnp.nan), *weights
+
+    limit = jnp.asarray(np.random.default_rng(0).integers(0, 1301, 700), jnp.int32)
+    make = jax.jit(operands).lower().compile()
+    programs = [
+        jax.jit(functools.partial(mla_prefill, scale=SCALE, e4m3=True, implementation=i))
+        .lower(*make.out_info, limit)
+        .compile()
+        for i in ("mosaic", "reference")
+    ]
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        (out, lse), (wanted, wanted_lse) = (jax.device_get(program(*make(), limit)) for program in programs)
+    swapped = out.swapaxes(0, 1), lse.T, wanted.swapaxes(0, 1), wanted_lse.T
+    return verdict(*swapped, np.asarray(limit) > 0, NORM_BOUND["normal"])
+
+
+def limits(name: str) -> jax.Array:
+    keys, causal, _ = TIMED[name]
+    row = jnp.arange(TOKENS, dtype=jnp.int32)
+    return row + 1 + keys - TOKENS if causal else jnp.full_like(row, keys)
+
+
+def run_time(name: str, blocks: str, largest: float = attention_e4m3._LARGEST) -> dict[str, Any]:
+    keys, causal, _ = TIMED[name]
+    make = jax.jit(functools.partial(operands_of, Check(TOKENS, keys, HEADS))).lower().compile()
+    kernel = functools.partial(attend, scale=SCALE, blocks=BLOCKS[blocks], multiprocessors=MULTIPROCESSORS)
+    with patch.object(attention_e4m3, "_LARGEST", largest):
+        program = jax.jit(kernel).lower(make.out_info, limits(name)).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        operands, limit = make(), limits(name)
+        calls, groups = (4, 12) if keys == TOKENS else (1, 8)
+        found = series(lambda: program(operands, limit), jax.block_until_ready, calls, groups)
+    answer = rates(found, keys, causal)
+    return answer | {"said": answer["said"] + FLASH_ATTENTION_3[name]}
+
+
+def run_operation(name: str, e4m3: bool) -> dict[str, Any]:
+    """All kernels of the public operation, the longest named: what making the operands costs."""
+    make = jax.jit(functools.partial(public_operands, TOKENS, TIMED[name][0], HEADS)).lower().compile()
+    whole = functools.partial(mla_prefill, scale=SCALE, e4m3=e4m3, implementation="mosaic")
+    program = jax.jit(whole).lower(*make.out_info, limits(name)).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        operands = *make(), limits(name)
+        timing = time_of(lambda _: program(*operands), jax.block_until_ready, REPEATS)
+    longest = sorted(timing.kernels, key=lambda kernel: -kernel[1])[:7]
+    said = f"{timing.clock}: {timing.seconds * 1e3:.3f} ms: "
+    said += ", ".join(f"{kernel[:40]} {seconds * 1e3:.3f}" for kernel, seconds in longest)
+    return {"said": said} | dataclasses.asdict(timing)
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    """The most important first."""
+    checks = {f"check {name}": functools.partial(run_check, name) for name in CHECKS}
+    first = list(checks)[:5]
+    found: dict[str, Callable[[], dict[str, Any]]] = {name: checks[name] for name in first}
+    for name in TIMED:
+        found[f"time {name}: chosen"] = functools.partial(run_time, name, "chosen")
+        found[f"time {name}: bfloat16"] = functools.partial(run_bfloat16, name, "chosen")
+        found[f"time {name}: cuDNN in bfloat16"] = functools.partial(run_cudnn, name)
+    found["check the public operation"] = run_public
+    found |= {name: case for name, case in checks.items() if "2^31" not in name}
+    for name in ("8K", "64K"):
+        for e4m3 in (True, False):
+            form = "e4m3" if e4m3 else "bfloat16"
+            found[f"time {name}: operation in {form}"] = functools.partial(run_operation, name, e4m3)
+    for name in TIMED:
+        found |= {f"time {name}: {blocks}": functools.partial(run_time, name, blocks) for blocks in BLOCKS}
+        found[f"time {name}: weighed again"] = functools.partial(run_time, name, "chosen", -1.0)
+    return found | checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=150, help="cases without an answer by then are left out")
+    parser.add_argument("--workers", type=int, default=10)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in cases() if arguments.only in name]
+    environment = os.environ | {
+        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
+        "CHECK_GPU_WORKER": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    }
+    begin, answers = time.monotonic(), {}
+    requests = [{"name": name} for name in names]
+    with closing(workers.serve(MODULE, requests, arguments.workers, CASE_SECONDS, environment)) as served:
+        for index, answer in served:
+            answers[names[index]] = answer
+            said = answer.get("said", answer.get("failed"))
+            print(f"[{time.monotonic() - begin:5.1f}] {names[index]}: {said}", flush=True)
+            if time.monotonic() - begin > arguments.seconds:
+                break
+    (arguments.out / "check_mla_prefill_e4m3.json").write_text(json.dumps(answers, indent=1))
+    print()
+    for name in names:
+        if name in answers:
+            print(f"{name}: {answers[name].get('said', 'failed')}")
+    failed = [name for name, answer in answers.items() if "failed" in answer]
+    for name in failed:
+        print(f"BROKEN {name}: {answers[name]['failed']}\n{answers[name].get('trace', '')[-800:]}")
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if "CHECK_GPU_WORKER" in os.environ:
+        workers.work(lambda name: cases()[name]())
+    else:
+        sys.exit(main())
