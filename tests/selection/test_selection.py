@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
-from jaxinfer.kernels.selection.lists import ascending, join, top_blocks
+from jaxinfer.kernels.selection.lists import ascending, join, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
@@ -211,6 +211,18 @@ def test_a_record_is_joined_with_what_was_left_before():
     left = jnp.asarray([[3, 50], [1, 7], [-1, 0], [9, 5]], jnp.int32)
     joined = hot_module.joined(jnp.asarray([4, 9, 0, 20], jnp.int32), left)
     assert np.asarray(joined).tolist() == [4, 9, 0, 50]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 5]), st.sampled_from([np.float32, np.int32]))
+def test_top_of_long_rows(seed: int, k: int, dtype):
+    """Also where many are equal, as the votes of blocks that nobody looks at are."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-1, int(rng.integers(1, 60)), size=(3, 357)).astype(dtype)
+    found, places = top_k(jnp.asarray(values), k)
+    order = np.argsort(-values, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(places, order)
+    np.testing.assert_array_equal(found, np.take_along_axis(values, order, axis=1))
 
 
 def test_lists():
