@@ -53,6 +53,7 @@ class Shape:
     prefetch: int
     held: int
     values_first: bool
+    weights_in_registers: bool
     scale: float
 
     @property
@@ -319,13 +320,18 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         if after_other and not shape.values_first:
             plgpu.wgmma_wait(0)
             release(other)
+        sums = jnp.sum(weights, axis=1)
+        weights = weights.astype(jnp.bfloat16)
+        if shape.weights_in_registers:
+            weights = lax.optimization_barrier(weights)
+            plgpu.wgmma(accumulator, weights, scratch["values"].at[half, own + _zero(entry)])
         # No warp overwrites the rope part that another's product still reads.
         plgpu.commit_smem()
-        scratch["rope"].at[own][...] = weights.astype(jnp.bfloat16)
+        scratch["rope"].at[own][...] = weights
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["weights_full"].at[own])
-        multiply_values(accumulator, own, _zero(entry))
-        sums = jnp.sum(weights, axis=1)
+        if not shape.weights_in_registers:
+            multiply_values(accumulator, own, _zero(entry))
         plgpu.wgmma_wait(0)
         return sums
 

@@ -20,6 +20,8 @@ class Plan:
         cluster: thread blocks that share the copies of keys, 1 or 2; 1 where a list has an odd number of row tiles.
         prefetch: how many blocks ahead of the copies into shared memory keys are fetched into the L2; 0: not at all.
         held: tiles of 64 columns of the queries that the warpgroups hold in registers.
+        weights_in_registers: whether the product of a tile's weights with the half of the warpgroup that has them reads
+            them from registers; else from shared memory, as the other's does.
         values_first: whether products with the other warpgroup's weights are started before the scores, or after.
     """
 
@@ -27,6 +29,7 @@ class Plan:
     prefetch: int = 2
     held: int = 0
     values_first: bool = True
+    weights_in_registers: bool = False
 
 
 def reason_against(q: jax.Array, context: jax.Array, block: int, kv_rank: int) -> str | None:
@@ -70,6 +73,7 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
         prefetch=plan.prefetch,
         held=plan.held,
         values_first=plan.values_first,
+        weights_in_registers=plan.weights_in_registers,
         scale=scale * math.log2(math.e),
     )
     operands = {"q": flat, "context": context, "entries": entries, "counts": counts, "bias": bias}
