@@ -44,8 +44,8 @@ class Blocks:
         stages: steps over the numbers of a latent, of the means of a tile, held in shared memory at a time.
     """
 
-    columns: int = 192
-    stages: int = 3
+    columns: int
+    stages: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,18 +72,26 @@ class _Shape:
         return -(-self.tiles // self.part)
 
 
-DEFAULT = Blocks()
+CHOICES = Blocks(columns=192, stages=3), Blocks(columns=128, stages=4), Blocks(columns=64, stages=4)
+"""Ways to cut the work, the fastest first."""
 
 
-def reason_against(dim: int, per_block: int, blocks: Blocks = DEFAULT) -> str | None:
+def reason_against(dim: int, per_block: int) -> str | None:
     """Why the kernel cannot take latents of `dim` numbers and blocks of `per_block` groups, None if it can."""
     if dim % STEP:
         return f"latents of {dim} numbers are no multiple of {STEP}"
-    if blocks.columns % (2 * _ALIGNMENT * per_block):
-        return f"{per_block} groups of a block do not divide {blocks.columns // (2 * _ALIGNMENT)}"
-    if (size := _shared_memory_bytes(dim, blocks)) > SHARED_MEMORY:
-        return f"{dim} numbers of a latent take {size} bytes of shared memory"
+    if not _fitting(dim, per_block):
+        return f"{per_block} groups of {dim} numbers in a block do not fit into tiles and shared memory"
     return None
+
+
+def _fitting(dim, per_block):
+    """The choices whose tiles have whole blocks, halves of which two thread blocks copy, and fit."""
+    return [
+        blocks
+        for blocks in CHOICES
+        if blocks.columns % (2 * _ALIGNMENT * per_block) == 0 and _shared_memory_bytes(dim, blocks) <= SHARED_MEMORY
+    ]
 
 
 def _shared_memory_bytes(dim, blocks):
@@ -99,7 +107,7 @@ def block_scores(
     group: int,
     scale: float,
     multiprocessors: int,
-    blocks: Blocks = DEFAULT,
+    blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel.
 
@@ -110,6 +118,7 @@ def block_scores(
         group: tokens of a group.
         scale: positive.
         multiprocessors: at least 2.
+        blocks: chosen where it is None.
 
     Returns: `[N, B]` float32, `B` being `NB` rounded up to whole tiles, the largest `scale q mean + ln(group)` of each
     block, and anything for blocks that the row may not retrieve; and `[N]` float32, the log-sum-exp of all groups of
@@ -117,6 +126,7 @@ def block_scores(
     """
     count, dim = q.shape
     num_blocks, per_block, _ = means.shape
+    blocks = blocks or _fitting(dim, per_block)[0]
     rows, of_tile = -(-count // TOGETHER) * TOGETHER, blocks.columns // per_block
     tiles = -(-num_blocks // of_tile)
     parts = max(1, round(tiles * of_tile / _PART))

@@ -147,7 +147,7 @@ def policy_rows(size: Size) -> int:
     return size.rows * size.policy.head_groups
 
 
-def scores_of(size: Size, blocks: Blocks = block_scores.DEFAULT) -> Callable:
+def scores_of(size: Size, blocks: Blocks | None = None) -> Callable:
     return functools.partial(
         block_scores.block_scores, group=size.policy.group, scale=SCALE, multiprocessors=PROCESSORS, blocks=blocks
     )
@@ -162,7 +162,7 @@ def verdict(good: bool, said: str, bound: str) -> dict[str, Any]:
     return {"said": said} if good else {"said": said, "failed": f"; bounds {bound}"}
 
 
-def check_level_1(size: Size, blocks: Blocks = block_scores.DEFAULT) -> dict[str, Any]:
+def check_level_1(size: Size, blocks: Blocks | None = None) -> dict[str, Any]:
     """Some of the rows against float32."""
     policy = size.policy
     per_block = policy.block // policy.group
@@ -433,7 +433,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found |= {
         f"check level 1, 64K, {name}": functools.partial(check_level_1, v3["64K"], blocks)
         for name, blocks in VARIANTS.items()
-        if blocks != block_scores.DEFAULT
+        if blocks != block_scores.CHOICES[0]
     }
     found |= {
         f"time level 1, 64K, {name}": functools.partial(time_level_1, v3["64K"], blocks)
