@@ -4,8 +4,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.latents import Latents, QuantizedLatents
+from jaxinfer.kernels.mosaic import decode_parts as parts
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
 from jaxinfer.kernels.mosaic import mla_decode_8bit as mosaic_8bit
+from jaxinfer.kernels.mosaic.decode_parts import Schedule
 from jaxinfer.kernels.reference import mla_decode as reference
 from jaxinfer.kernels.tiles import device
 
@@ -19,6 +21,7 @@ def mla_decode(
     *,
     kv_rank: int,
     scale: float,
+    schedule: Schedule | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B T H kv_rank"], Float[Array, "B T H"]]:
     """Multi-head latent attention with the key expansion absorbed in the query (arXiv 2405.04434, section 2.1.2).
@@ -35,6 +38,7 @@ def mla_decode(
         lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`; what lies beyond may be NaN.
         kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
+        schedule: that of these lengths and `T H` rows (see `decode_schedule`); None computes it.
         implementation: None chooses (see `dispatch`).
 
     Returns: output `[B, T, H, kv_rank]`, the attended latent, and log-sum-exp `[B, T, H]`, both float32; a token
@@ -48,4 +52,15 @@ def mla_decode(
         kernel, reason = mosaic, mosaic.reason_against(q, cache, kv_rank)
     if dispatch.choose("mla_decode", implementation, reason) == "reference":
         return reference.mla_decode(*arguments, kv_rank=kv_rank, scale=scale)
-    return kernel.mla_decode(*arguments, kv_rank=kv_rank, scale=scale, multiprocessors=device().multiprocessors)
+    processors = device().multiprocessors
+    return kernel.mla_decode(*arguments, kv_rank=kv_rank, scale=scale, multiprocessors=processors, schedule=schedule)
+
+
+def decode_schedule(lengths: Int[Array, " B"], rows: int) -> Schedule:
+    """How the kernels cut their work: the same for all layers of a step, and several small kernels to compute.
+
+    Args:
+        lengths: as `mla_decode` has them.
+        rows: tokens of a sequence times heads.
+    """
+    return parts.schedule(lengths, parts.count(rows, device().multiprocessors))

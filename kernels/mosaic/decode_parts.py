@@ -6,17 +6,20 @@ small kernel merges by log-sum-exp.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 TILE = 64
 """Keys of a tile; also rows of a thread block, as a warpgroup's matrix product has them."""
-_LOADS = 8
+_LOADS = 16
 """Partial results that a thread block of the merge reads at a time."""
+_MERGERS = 512
+"""Thread blocks of the merge, about."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,25 @@ class Shape:
         return self.rank // 2
 
 
-def schedule(lengths: jax.Array, parts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def count(rows: int, multiprocessors: int) -> int:
+    """Into how many parts the line is cut for so many rows of a sequence: thread blocks run all at a time."""
+    return max(1, multiprocessors // -(-rows // TILE))
+
+
+class Schedule(NamedTuple):
+    """How the line of all sequences' tiles is cut: the same for all layers of a step."""
+
+    begins: jax.Array
+    """int32 `[B + 1]`, the tile of the line where each sequence begins."""
+    cuts: jax.Array
+    """int32 `[parts + 1]`, where each part begins."""
+    first: jax.Array
+    """int32 `[parts]`, the sequence that part begins in (of an empty part at the end of the line, the last)."""
+    merged: jax.Array
+    """int32 `[parts + 1]`: how many sequences are cut, then of each the first part that begins inside of it."""
+
+
+def schedule(lengths: jax.Array, parts: int) -> Schedule:
     """Cuts the line of all sequences' tiles into parts of about equal length.
 
     Between sequences, if that makes no part longer by more than a sixteenth; else evenly, but never just beside a
@@ -50,9 +71,6 @@ def schedule(lengths: jax.Array, parts: int) -> tuple[jax.Array, jax.Array, jax.
 
     Args:
         lengths: int32 `[B]`, keys of each sequence.  One without keys gets a tile that is masked throughout.
-
-    Returns: int32 `[B + 1]`, the tile of the line where each sequence begins; int32 `[parts + 1]`, where each part
-    begins; int32 `[parts]`, the sequence that part begins in (of an empty part at the end of the line, the last).
     """
     batch = lengths.shape[0]
     tiles = jnp.maximum(1, (lengths + TILE - 1) // TILE)
@@ -67,8 +85,37 @@ def schedule(lengths: jax.Array, parts: int) -> tuple[jax.Array, jax.Array, jax.
     between = jnp.max(jnp.diff(nearest)) * 16 <= -(-total // parts) * 17
     beside = jnp.abs(even - nearest) * 16 <= total // parts
     cuts = jnp.where(between | beside, nearest, even)
-    first = jnp.sum(begins[1:] <= cuts[:-1, None], axis=1, dtype=jnp.int32)
-    return begins, cuts, jnp.minimum(first, batch - 1)
+    first = jnp.minimum(jnp.sum(begins[1:] <= cuts[:-1, None], axis=1, dtype=jnp.int32), batch - 1)
+    begin = begins[first]
+    before = jnp.concatenate((jnp.zeros((1,), jnp.int32), cuts[:-2]))
+    # The first cut inside a sequence merges all of it.
+    merging = (begin < cuts[:-1]) & (cuts[:-1] < begins[first + 1]) & (before <= begin)
+    order = jnp.sum(merging[:, None] & (part[:-1, None] <= part[:-1]), axis=0, dtype=jnp.int32)
+    merged = jnp.sum(jnp.where(merging & (order == part[1:, None]), part[:-1], 0), axis=1, dtype=jnp.int32)
+    return Schedule(begins, cuts, first, jnp.concatenate((order[-1:], merged)))
+
+
+def operands_of(shape, tiles_per_page, pages, layer, page_table, lengths, given):
+    """What every kernel of decode is told of its work."""
+    if given is None:
+        given = schedule(lengths, shape.parts)
+    if given.first.shape[0] != shape.parts:
+        raise ValueError(f"expected a schedule of {shape.parts} parts, got {given.first.shape[0]}")
+    return {
+        "layer_tile": (layer * (pages * tiles_per_page))[None],
+        "page_table": page_table,
+        "lengths": lengths,
+        **given._asdict(),
+    }
+
+
+def finish(shape, operands, out, lse):
+    """The results `[B, T, H, rank]` and `[B, T, H]` of the sequences from the kernel's."""
+    out, lse = merge(shape, operands, out, lse)
+    rows = shape.tokens * shape.heads
+    out, lse = out[: shape.batch, :rows], lse[: shape.batch, :rows]
+    lead = shape.batch, shape.tokens, shape.heads
+    return out.reshape(*lead, shape.rank), lse.reshape(lead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,69 +200,58 @@ def tiles(shape, dtype, row_bytes=128):
 
 def merge(shape, operands, out, lse):
     """Merges the partial results of each sequence that was cut, in place."""
-    # Few parts have few pieces to merge, of many rows.
-    rows_at_a_time = 1 if shape.rows == TILE else 4
-    pieces_at_a_time = _LOADS // rows_at_a_time
-
-    def body(operands, out, lse):
-        cut = lax.axis_index("cut") + 1
-        rows = [lax.axis_index("rows") * rows_at_a_time + row for row in range(rows_at_a_time)]
-        position = operands["cuts"][cut]
-        sequence = operands["first"][cut]
-        begin, end = operands["begins"][sequence], operands["begins"][sequence + 1]
-
-        # The first cut inside a sequence merges all of it.
-        @pl.when((begin < position) & (position < end) & (operands["cuts"][cut - 1] <= begin))
-        def _():
-            def count(state):
-                return operands["cuts"][state] < end
-
-            last = lax.while_loop(count, lambda index: index + 1, cut)
-            pieces = last - cut + 1
-
-            def result(index):
-                index = jnp.minimum(index, pieces - 1)
-                return shape.batch + 2 * (cut - 1 + index) + jnp.where(index == 0, 1, 0)
-
-            def chunk(function, init):
-                def step(number, state):
-                    for offset in range(pieces_at_a_time):
-                        state = function(number * pieces_at_a_time + offset, state)
-                    return state
-
-                return lax.fori_loop(0, lax.div(pieces + pieces_at_a_time - 1, pieces_at_a_time), step, init)
-
-            def largest(index, tops):
-                piece = result(index)
-                return tuple(jnp.maximum(top, lse[piece, row]) for top, row in zip(tops, rows, strict=True))
-
-            tops = chunk(largest, (jnp.float32(-jnp.inf),) * rows_at_a_time)
-            shifts = tuple(jnp.where(top == -jnp.inf, 0.0, top) for top in tops)
-
-            def add(index, state):
-                piece = result(index)
-
-                def of_row(row, shift, total, merged):
-                    weight = jnp.where(index < pieces, jnp.exp(lse[piece, row] - shift), 0.0)
-                    return total + weight, merged + weight * out[piece, row]
-
-                return tuple(of_row(row, shift, *one) for row, shift, one in zip(rows, shifts, state, strict=True))
-
-            init = ((jnp.float32(0), jnp.zeros((shape.rank,), jnp.float32)),) * rows_at_a_time
-            for row, shift, (total, merged) in zip(rows, shifts, chunk(add, init), strict=True):
-                empty = total == 0.0
-                divisor = jnp.where(empty, 1.0, total)
-                out[sequence, row] = merged / divisor
-                lse[sequence, row] = jnp.where(empty, -jnp.inf, shift + jnp.log(divisor))
-
     if shape.parts == 1:
         return out, lse
+    rows = shape.tokens * shape.heads
+    turns = max(1, _MERGERS // rows)
+
+    def body(operands, out, lse):
+        row = lax.axis_index("row")
+
+        def merge_sequence(number):
+            cut = operands["merged"][number + 1]
+            sequence = operands["first"][cut]
+            end = operands["begins"][sequence + 1]
+            last = lax.while_loop(lambda index: operands["cuts"][index] < end, lambda index: index + 1, cut)
+            pieces = last - cut + 1
+
+            def chunk(number, state):
+                """So many pieces, read at once; the weights are relative to the largest log-sum-exp so far."""
+                top, total, merged = state
+                found = []
+                for offset in range(_LOADS):
+                    index = number * _LOADS + offset
+                    last = jnp.minimum(index, pieces - 1)
+                    piece = shape.batch + 2 * (cut - 1 + last) + jnp.where(last == 0, 1, 0)
+                    found.append((jnp.where(index < pieces, lse[piece, row], -jnp.inf), out[piece, row]))
+                new_top = functools.reduce(jnp.maximum, (one for one, _ in found), top)
+                shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+                factor = jnp.exp(top - shift)
+                total, merged = total * factor, merged * factor
+                for one, rows in found:
+                    weight = jnp.exp(one - shift)
+                    total, merged = total + weight, merged + weight * rows
+                return new_top, total, merged
+
+            init = jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros((shape.rank,), jnp.float32)
+            top, total, merged = lax.fori_loop(0, lax.div(pieces + _LOADS - 1, _LOADS), chunk, init)
+            empty = total == 0.0
+            divisor = jnp.where(empty, 1.0, total)
+            out[sequence, row] = merged / divisor
+            lse[sequence, row] = jnp.where(empty, -jnp.inf, top + jnp.log(divisor))
+
+        def turn(number):
+            merge_sequence(number)
+            return number + turns
+
+        lax.while_loop(lambda number: number < operands["merged"][0], turn, lax.axis_index("turn"))
+
     out, lse = jax.new_ref(out), jax.new_ref(lse)
-    operands = {name: operands[name] for name in ("begins", "cuts", "first")}
+    operands = {name: operands[name] for name in ("begins", "cuts", "first", "merged")}
     plgpu.kernel(
         body,
-        grid=(-(-shape.tokens * shape.heads // rows_at_a_time), shape.parts - 1),
-        grid_names=("rows", "cut"),
+        grid=(rows, turns),
+        grid_names=("row", "turn"),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",

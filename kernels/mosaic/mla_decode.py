@@ -10,7 +10,6 @@ two value warpgroups copy the next tiles themselves, since they are the last to 
 copying, and its registers hold the queries.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -43,7 +42,7 @@ def reason_against(q: jax.Array, cache: jax.Array, kv_rank: int) -> str | None:
     return None
 
 
-def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors):
+def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors, schedule=None):
     """See `jaxinfer.kernels.mla_decode`; `multiprocessors` is the number of thread blocks that run at a time."""
     batch, tokens, heads, dim = q.shape
     layers, pages, page_size, _ = cache.shape
@@ -53,28 +52,18 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         heads=heads,
         rank=kv_rank,
         rope=dim - kv_rank,
-        parts=1,
+        parts=parts.count(tokens * heads, multiprocessors),
         scale=scale * math.log2(math.e),
         dtype=cache.dtype,
     )
-    blocks = shape.rows // TILE
-    shape = dataclasses.replace(shape, parts=max(1, multiprocessors // blocks))
-    begins, cuts, first = parts.schedule(lengths, shape.parts)
+    tiles_per_page = page_size // TILE
     q = q.reshape(batch, tokens * heads, dim)
     operands = {
         "q": jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0))),
-        "cache": cache.reshape(layers * pages * (page_size // TILE), TILE, dim),
-        "layer_tile": (layer * (pages * (page_size // TILE)))[None],
-        "page_table": page_table,
-        "lengths": lengths,
-        "begins": begins,
-        "cuts": cuts,
-        "first": first,
+        "cache": cache.reshape(layers * pages * tiles_per_page, TILE, dim),
+        **parts.operands_of(shape, tiles_per_page, pages, layer, page_table, lengths, schedule),
     }
-    out, lse = _attend(shape, page_size // TILE, operands)
-    out, lse = parts.merge(shape, operands, out, lse)
-    out, lse = out[:batch, : tokens * heads], lse[:batch, : tokens * heads]
-    return out.reshape(batch, tokens, heads, kv_rank), lse.reshape(batch, tokens, heads)
+    return parts.finish(shape, operands, *_attend(shape, tiles_per_page, operands))
 
 
 def _attend(shape, tiles_per_page, operands):

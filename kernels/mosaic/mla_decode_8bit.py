@@ -24,14 +24,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import decode_parts as parts
+from jaxinfer.kernels.mosaic import transposed
 from jaxinfer.kernels.mosaic.decode_parts import TILE
 
 _STAGES = {False: 4, True: 3}
@@ -40,14 +37,13 @@ _ROPE_STAGES = 2
 _REGISTERS = {True: (152, 176), False: (200, 152)}
 """Of the score warpgroup and a value warpgroup: of 64 heads, whose output takes 128 of these, and of fewer."""
 _SCORES = 2
-_COLUMNS = 128
+_COLUMNS = transposed.COLUMNS
 """Columns of 8 bits that lie side by side in shared memory, and of an 8-bit float's scale."""
 _LARGEST_WEIGHT = 2.0**15
 _SCALE_UNIT = 1 / 16
 """Values of 8-bit floats are float16 in such units: those up to 4,094 are in its range."""
 _WGMMA = plgpu.Layout.WGMMA
 _ROW, _COLUMN = _WGMMA.reduce(1), _WGMMA.reduce(0)
-_BYTES = (plgpu.TilingTransform((8, _COLUMNS)), plgpu.SwizzleTransform(_COLUMNS))  # pyright: ignore[reportAbstractUsage]
 _FLOATS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -95,7 +91,7 @@ def reason_against(q: jax.Array, cache: QuantizedLatents, kv_rank: int) -> str |
     return None
 
 
-def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors):
+def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multiprocessors, schedule=None):
     """See `jaxinfer.kernels.mla_decode`; `multiprocessors` is the number of thread blocks that run at a time."""
     batch, tokens, heads, dim = q.shape
     layers, pages, page_size, rope = cache.rope.shape
@@ -105,13 +101,11 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         heads=heads,
         rank=kv_rank,
         rope=rope,
-        parts=1,
+        parts=parts.count(tokens * heads, multiprocessors),
         scale=scale * math.log2(math.e),
         dtype=cache.rope.dtype,
         values=cache.values.dtype,
     )
-    shape = dataclasses.replace(shape, parts=max(1, multiprocessors // (shape.rows // TILE)))
-    begins, cuts, first = parts.schedule(lengths, shape.parts)
     q = q.reshape(batch, tokens * heads, dim)
     q = jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0)))
     latent, q_scale = _split(q[..., :kv_rank], shape.groups) if shape.floats else _rounded(q[..., :kv_rank])
@@ -124,17 +118,9 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         "values": cache.values.reshape(tiles, TILE, kv_rank),
         "rope": cache.rope.reshape(tiles, TILE, rope),
         "scale": cache.scale.reshape(tiles, TILE * shape.groups),
-        "layer_tile": (layer * (pages * tiles_per_page))[None],
-        "page_table": page_table,
-        "lengths": lengths,
-        "begins": begins,
-        "cuts": cuts,
-        "first": first,
+        **parts.operands_of(shape, tiles_per_page, pages, layer, page_table, lengths, schedule),
     }
-    out, lse = _attend(shape, tiles_per_page, operands)
-    out, lse = parts.merge(shape, operands, out, lse)
-    out, lse = out[:batch, : tokens * heads], lse[:batch, : tokens * heads]
-    return out.reshape(batch, tokens, heads, kv_rank), lse.reshape(batch, tokens, heads)
+    return parts.finish(shape, operands, *_attend(shape, tiles_per_page, operands))
 
 
 def _rounded(latent):
@@ -364,7 +350,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
         return parts.locate(operands["values"].shape[0], tiles_per_page, operands, number, sequence)
 
     def copy_values(number, tile):
-        """Copies this warpgroup's columns of the thread block's tile of that number, and all scales, if it has so many."""
+        """Copies this warpgroup's columns of the thread block's tile of that number, and scales, if it has so many."""
         slot = _slots(shape, number)[0]
 
         @pl.when(begin + number < end)
@@ -401,7 +387,9 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
             def values_of(slot, number, written):
                 """64 columns of the tile, transposed, as a product takes them."""
                 group, half = divmod(number, 2)
-                found = _transposed(scratch["values"].at[warpgroup, slot, :, pl.ds(group * _COLUMNS, _COLUMNS)], half)
+                found = transposed.load(
+                    scratch["values"].at[warpgroup, slot, :, pl.ds(group * _COLUMNS, _COLUMNS)], half
+                )
                 if shape.floats:
                     scale = _by_key(scratch["scale"].at[warpgroup, slot], first_group + group, shape.groups)
                     scale = (scale * (1 / _SCALE_UNIT)).astype(jnp.float16)
@@ -456,7 +444,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 rescale(number, inverse)
                 start = first_column + number // 2 * _COLUMNS
                 target = out.at[piece.result, pl.ds(block * width, width), pl.ds(start, _COLUMNS)]
-                _store(target, number % 2, accumulators[number][...])
+                transposed.store(target, number % 2, accumulators[number][...])
             plgpu.barrier_arrive(scratch["inverse_empty"])
             return result
 
@@ -469,142 +457,4 @@ def _by_key(scales, group, groups):
     """The scales `[keys]` of a group, from `[keys x groups]` in shared memory."""
     if groups == 1:
         return plgpu.load(scales, layout=_COLUMN)
-    return _strided(scales, jnp.int32(group), groups)
-
-
-def _strided(scales, first, step):
-    """Every `step`-th of the numbers from the first on."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((TILE,), jnp.float32, layout=_COLUMN),
-    )
-    def load(_, scales, first):
-        f32 = ir.F32Type.get()
-        lane, _ = _lane_and_warp()
-        start = arith.addi(arith.muli(arith.andi(lane, _i32(3)), _i32(2 * step)), first.registers[()])
-        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [start], f32)
-        places = [8 * block + place for block in range(TILE // 8) for place in range(2)]
-        # Loads that stay where they are: moved forward they would take the registers of all groups.
-        numbers = [
-            llvm.inline_asm(f32, [base], f"ld.shared.f32 $0, [$1+{4 * place * step}];", "=f,r", has_side_effects=True)
-            for place in places
-        ]
-        pairs = [_pair(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
-        return _array(mgpu.WGMMA_LAYOUT.reduce((0,)), (TILE,), pairs)
-
-    return load(scales, first)
-
-
-def _transposed(block, half):
-    """Columns of a tile `[keys, 128]` of bytes as rows, in float16 `[64, keys]`.
-
-    Warp w of the four has the 16 columns from `32 w + 16 half` on: rows `16 w + r` and `16 w + 8 + r` are columns 2r
-    and 2r + 1 of those.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_BYTES),),
-        return_type=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.float16, layout=_WGMMA),
-    )
-    def load(_, block):
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        memory = ir.MemRefType(block.type)
-        rows, _, row, _ = memory.get_strides_and_offset()[0]
-        widen = _WIDEN[str(memory.element_type)]
-        lane, warp = _lane_and_warp()
-        key, keys = arith.andi(lane, _i32(7)), arith.shrui(lane, _i32(3))
-        # Pieces of 16 bytes are swizzled.
-        piece = arith.xori(arith.addi(arith.muli(warp, _i32(2)), _i32(half)), key)
-        offset = arith.addi(arith.muli(keys, _i32(rows)), arith.muli(key, _i32(row)))
-        offset = arith.addi(offset, arith.muli(piece, _i32(16)))
-        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(block), [offset], i8)
-        registers = []
-        for start in range(0, TILE // 8, 4):
-            words = llvm.inline_asm(
-                ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
-                [mgpu.utils.getelementptr(base, [start * rows], i8)],
-                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
-                "=r,=r,=r,=r,r",
-                has_side_effects=True,
-            )
-            for index in range(4):
-                # A word is columns 2r and 2r + 1 of a key, then those of the next key.
-                word = llvm.extractvalue(i32, words, [index])
-                wide = llvm.inline_asm(ir.Type.parse("!llvm.struct<(i32, i32)>"), [word], widen, "=r,=r,r")
-                registers += [llvm.extractvalue(i32, wide, [column]) for column in range(2)]
-        pair = ir.VectorType.get((2,), ir.F16Type.get())
-        return _array(mgpu.WGMMA_LAYOUT, (TILE, TILE), [mgpu.utils.bitcast(word, pair) for word in registers])
-
-    return load(block)
-
-
-_WIDEN = {
-    # The byte, its sign turned over, as the last eight bits of 1,024 and more.
-    "i8": """{
-        .reg .b32 t, c;
-        mov.b32 c, 0x64806480;
-        lop3.b32 t, $2, 0x00ff00ff, c, 0x6a;
-        sub.rn.f16x2 $0, t, c;
-        shr.u32 t, $2, 8;
-        lop3.b32 t, t, 0x00ff00ff, c, 0x6a;
-        sub.rn.f16x2 $1, t, c;
-        }""",
-    "f8E4M3FN": """{
-        .reg .b32 t;
-        .reg .b16 low, high;
-        prmt.b32 t, $2, 0, 0x3120;
-        mov.b32 {low, high}, t;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-    "f8E5M2": """{
-        prmt.b32 $0, $2, 0, 0x2404;
-        and.b32 $1, $2, 0xff00ff00;
-        }""",
-}
-"""PTX that makes of four bytes the first and third, and the second and fourth, in float16."""
-
-
-def _store(target, half, array):
-    """Stores the rows of `array [64, heads]`, in the order of `_transposed`, as columns of `target [heads, 128]`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA), return_type=None)
-    def store(_, target, array):
-        f32 = ir.F32Type.get()
-        (stride, _), _ = ir.MemRefType(target.type).get_strides_and_offset()
-        lane, warp = _lane_and_warp()
-        column = arith.addi(arith.muli(warp, _i32(32)), arith.muli(arith.shrui(lane, _i32(2)), _i32(2)))
-        head = arith.muli(arith.andi(lane, _i32(3)), _i32(2 * stride))
-        base = mgpu.utils.getelementptr(
-            mgpu.utils.memref_ptr(target), [arith.addi(arith.addi(column, head), _i32(16 * half))], f32
-        )
-        registers = list(array.registers.flat)
-        for index in range(array.shape[1] // 8):
-            for which in range(2):
-                value = _pair(*(llvm.extractelement(r, _i32(which)) for r in registers[2 * index : 2 * index + 2]))
-                llvm.store(value, mgpu.utils.getelementptr(base, [(8 * index + which) * stride], f32), alignment=8)
-
-    store(target, array)
-
-
-def _i32(value):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-
-def _lane_and_warp():
-    thread = mgpu.utils.thread_idx()
-    return arith.andi(thread, _i32(31)), arith.andi(arith.shrui(thread, _i32(5)), _i32(3))
-
-
-def _pair(first, second):
-    value = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
-    return llvm.insertelement(llvm.insertelement(value, first, _i32(0)), second, _i32(1))
-
-
-def _array(layout, shape, registers):
-    """An array of a layout from its registers, in order."""
-    held = np.empty(layout.registers_shape(shape), object)
-    held.flat[:] = registers
-    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
+    return transposed.strided(scales, jnp.int32(group), groups)

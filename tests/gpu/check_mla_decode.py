@@ -26,8 +26,9 @@ from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.configs.kv_format import FORMATS
 from jaxinfer.kernels.latents import Latents, QuantizedLatents, quantize_latents
+from jaxinfer.kernels.mosaic import decode_parts
 from jaxinfer.kernels.mosaic import mla_decode as mosaic
-from jaxinfer.kernels.mosaic import mla_decode_int8 as mosaic_int8
+from jaxinfer.kernels.mosaic import mla_decode_8bit as mosaic_8bit
 from jaxinfer.kernels.reference import mla_decode as reference
 
 MODULE = "tests.gpu.check_mla_decode"
@@ -39,8 +40,10 @@ RANK, ROPE = 512, 64
 DIM = RANK + ROPE
 SCALE = 0.07
 NORM_BOUND, LSE_BOUND = 4e-3, 2e-3
+FLOATS_LSE_BOUND = 1e-2
+"""Queries of 8-bit floats are rounded about as bfloat16 is."""
 PROCESSORS = 132
-KINDS = "bf16", "int8"
+KINDS = "bf16", "int8", "fp8_e4m3", "fp8_e5m2"
 
 # name: batch, tokens, heads, page size, lengths (a number or "uneven"), FlashMLA on an H200.
 TIMED = {
@@ -86,7 +89,7 @@ def table_of(lengths: np.ndarray, page_size: int) -> tuple[np.ndarray, int]:
 
 
 def kernel_of(kv: str, processors: int = PROCESSORS) -> Callable:
-    module = mosaic if kv == "bf16" else mosaic_int8
+    module = mosaic if kv == "bf16" else mosaic_8bit
     return functools.partial(module.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
 
 
@@ -103,10 +106,14 @@ def _along(shape: tuple[int, ...], dimension: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
 
 
+def groups_of(kv: str) -> int:
+    return FORMATS[kv].parts(RANK, ROPE)["scale"][0]
+
+
 def as_format(latents: jax.Array, kv: str) -> Latents:
     if kv == "bf16":
         return latents
-    values, scale = quantize_latents(latents[..., :RANK], 1, jnp.int8)
+    values, scale = quantize_latents(latents[..., :RANK], groups_of(kv), jnp.dtype(FORMATS[kv].dtype))
     return QuantizedLatents(values, latents[..., RANK:], scale)
 
 
@@ -142,27 +149,33 @@ def check(name: str, kv: str = "bf16") -> dict:
     error = float(np.linalg.norm(out - wanted) / max(np.linalg.norm(wanted), 1e-30))
     empty = np.isneginf(wanted_lse)
     lse_error = float(np.max(np.abs(lse - wanted_lse)[~empty], initial=0.0))
-    good = error <= NORM_BOUND and lse_error <= LSE_BOUND and same
+    lse_bound = FLOATS_LSE_BOUND if kv.startswith("fp8") else LSE_BOUND
+    good = error <= NORM_BOUND and lse_error <= lse_bound and same
     good &= bool(np.all(np.isneginf(lse[empty]))) and bool(np.all(out[empty] == 0))
     said = f"{'ok' if good else 'BAD'} error {error:.1e}, log-sum-exp {lse_error:.1e}, repeats {same}"
-    return {"said": said} if good else {"said": said, "failed": f"; bounds {NORM_BOUND}, {LSE_BOUND}"}
+    return {"said": said} if good else {"said": said, "failed": f"; bounds {NORM_BOUND}, {lse_bound}"}
 
 
-def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
+def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS, constants: dict | None = None) -> dict:
     """Time of the operation for several layers in one program: nothing of a layer is in the L2 when its turn comes."""
     batch, tokens, heads, page_size, spec, peer = TIMED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
     layers = 2 if spec == "uneven" or batch == 1 else 3
-    whole = layers_of(kernel_of(kv, processors), layers)
+    for module in (mosaic, mosaic_8bit, decode_parts):
+        for constant, value in (constants or {}).items():
+            if hasattr(module, constant):
+                setattr(module, constant, value)
+    whole = layers_of(kernel_of(kv, processors), layers, decode_parts.count(tokens * heads, processors))
 
     def operands():
         rows = layers, pages, page_size
         q = numbers((batch, tokens, heads, DIM), 1).astype(jnp.bfloat16)
         if kv == "bf16":
             return q, numbers((*rows, DIM), 2).astype(jnp.bfloat16)
-        values = jnp.round(numbers((*rows, RANK), 2) * 73).astype(jnp.int8)
-        rope, scale = numbers((*rows, ROPE), 3).astype(jnp.bfloat16), (numbers((*rows, 1), 4) + 4) / 300
+        values = jnp.round(numbers((*rows, RANK), 2) * 73).astype(FORMATS[kv].dtype)
+        rope = numbers((*rows, ROPE), 3).astype(jnp.bfloat16)
+        scale = (numbers((*rows, groups_of(kv)), 4) + 4) / 300
         return q, QuantizedLatents(values, rope, scale)
 
     make = jax.jit(operands).lower().compile()
@@ -183,9 +196,12 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
     return {"said": said, "peer": peer, "flops": flops, "bytes": moved, "layers": layers} | dataclasses.asdict(timing)
 
 
-def layers_of(run: Callable, layers: int) -> Callable:
+def layers_of(run: Callable, layers: int, parts: int) -> Callable:
+    """The layers of a step, which share a schedule."""
+
     def whole(q, cache, table, lengths):
-        return [run(q, cache, jnp.int32(layer), table, lengths) for layer in range(layers)]
+        schedule = decode_parts.schedule(lengths, parts)
+        return [run(q, cache, jnp.int32(layer), table, lengths, schedule=schedule) for layer in range(layers)]
 
     return whole
 
@@ -197,9 +213,35 @@ def parts_of(kernels: list[tuple[str, float]]) -> tuple[list[float], list[float]
     return attending, merging, [seconds for name, seconds in kernels if "mla_decode" not in name]
 
 
+VARIANTS = {
+    # kind, case, constants of the modules in place of theirs
+    "int8 five stages": ("int8", "b128 h16 8K", {"_STAGES": {False: 5, True: 3}}),
+    "int8 three stages": ("int8", "b128 h16 8K", {"_STAGES": {False: 3, True: 3}}),
+    "int8 registers 168": ("int8", "b128 h16 8K", {"_REGISTERS": {True: (152, 176), False: (184, 160)}}),
+    "merge of 8": ("bf16", "b64 h16 512K + 63 short", {"_LOADS": 8}),
+    "merge of 32": ("bf16", "b64 h16 512K + 63 short", {"_LOADS": 32}),
+    "merge of 8, 128 heads": ("bf16", "b64 h128 512K + 63 short", {"_LOADS": 8}),
+}
+FIRST = "b128 h16 8K", "b128 h128 4K", "b16 h16 128K", "b64 h16 512K + 63 short"
+
+
 def cases() -> dict[str, Callable[[], dict]]:
-    checks = {f"check {kv} {name}": functools.partial(check, name, kv) for kv in KINDS for name in CHECKED}
-    return checks | {f"time {kv} {name}": functools.partial(measure, name, kv) for kv in KINDS for name in TIMED}
+    """The most important first."""
+
+    def checks(names, kinds=KINDS):
+        return {f"check {kv} {name}": functools.partial(check, name, kv) for name in names for kv in kinds}
+
+    def times(names, kinds=KINDS):
+        return {f"time {kv} {name}": functools.partial(measure, name, kv) for name in names for kv in kinds}
+
+    variants = {
+        f"variant {title}: {kv} {name}": functools.partial(measure, name, kv, constants=constants)
+        for title, (kv, name, constants) in VARIANTS.items()
+    }
+    small = ["one tile", "odd lengths", "a few tiles", "one long"]
+    found = checks(small, ("int8", "bf16", "fp8_e4m3")) | times(FIRST, ("bf16", "int8", "fp8_e4m3"))
+    found |= checks(CHECKED, ("int8", "bf16")) | variants | times(TIMED, ("bf16", "int8"))
+    return found | checks(CHECKED) | times(TIMED)
 
 
 def run(module: str, cases: dict[str, Callable[[], dict]], description: str | None) -> int:
