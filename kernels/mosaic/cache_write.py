@@ -47,7 +47,6 @@ def cache_write(cache, layer, page, offset, latents, norm, eps, cos, sin):
         "page": page,
         "offset": offset,
         "words": _words(latents),
-        "norm": norm,
         "cos": cos,
         "sin": sin,
     }
@@ -58,11 +57,11 @@ def cache_write(cache, layer, page, offset, latents, norm, eps, cos, sin):
         values = cache.values.reshape(*cache.values.shape[:-1], *lines)
         rows = {"values": values, "rope": _words(cache.rope), "scale": cache.scale}
         operands["latents"] = latents if groups == 1 else latents[:, :rank].reshape(-1, *lines)
-        operands["norm"] = norm.reshape(lines)
+        operands["norm"] = norm.astype(jnp.float32).reshape(lines)
         write = functools.partial(_write_quantized, rank, eps)
     else:
         rows = {"values": _words(cache)}
-        operands["norm"] = _words(norm)
+        operands["norm"] = norm.astype(jnp.float32).reshape(-1, 2).T
         write = functools.partial(_write, rank, eps)
     pages = jax.tree.leaves(cache)[0].shape[1]
     rows = {name: jax.new_ref(array) for name, array in rows.items()}
@@ -99,11 +98,11 @@ def _write(rank, eps, operands, row, token):
     layout = plgpu.Layout.WG_STRIDED((rank // 2,), 2)
 
     def load(ref):
-        return halves(plgpu.load(ref, layout=layout, optimized=False))
+        return plgpu.load(ref, layout=layout, optimized=False)
 
-    even, odd = load(operands["words"].at[token, words])
+    even, odd = halves(load(operands["words"].at[token, words]))
     factor = _inverse_rms(jnp.sum(even * even + odd * odd), rank, eps)
-    of_even, of_odd = load(operands["norm"])
+    of_even, of_odd = (load(operands["norm"].at[place]) for place in range(2))
     row["values"].at[words][...] = together(even * factor * of_even, odd * factor * of_odd)
     row["values"].at[pl.ds(rank // 2, _LANES)][...] = _rotated(operands, rank, token)
 
