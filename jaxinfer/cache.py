@@ -28,6 +28,9 @@ class Cache(NamedTuple):
     """A row for each group of tokens: `group_means` of `[kv_rank + rope]`, in bfloat16 where latents are quantised."""
     records: Any = None
     """A row for each query block: int32 `[RECORDED, 2]`, what it retrieved (see `kernels.selection.hot`)."""
+    reads: Any = None
+    """Of ranks, not of pages, float32 `[layers, ranks, 2, 2]`: how many hot and how many retrieved blocks the queries
+    of the last prefill and of the last decode read, summed over queries, on the mean of the groups of heads."""
 
 
 def cache_spec(
@@ -53,7 +56,10 @@ def cache_spec(
     if isinstance(policy, Dense):
         return Cache(latents)
     means = array(page_size // policy.group, config.latent_dim, of="bfloat16" if kind.quantized else kind.dtype)
-    return Cache(latents, means, array(page_size // policy.query_block, RECORDED, 2, of="int32"))
+    records = array(page_size // policy.query_block, RECORDED, 2, of="int32")
+    ranks = config.num_layers, rules.mesh.replicas * rules.mesh.cp, 2, 2
+    sharding = rules.sharding(mesh, (None, "pages", None, None), ranks)
+    return Cache(latents, means, records, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding))
 
 
 def allocate(spec: Cache) -> Cache:

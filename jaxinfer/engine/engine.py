@@ -26,7 +26,7 @@ class EngineStats:
     `waiting`, `prefilling` and `running` count sequences, `free_pages` and `total_pages` the pages of all ranks and
     replicas.  `prompt_tokens` counts tokens computed by prefill, again after a preemption; `finished` the sequences
     that ended, by reason.  `prefill_progress` gives (tokens done, tokens to do), over the samples that are in prefill,
-    of each request that has any.
+    of each request that has any.  `reads` says what hybrid attention read (see `engine.reads`).
     """
 
     waiting: int
@@ -41,6 +41,7 @@ class EngineStats:
     faults: int
     finished: dict[str, int]
     prefill_progress: dict[str, tuple[int, int]]
+    reads: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -96,6 +97,7 @@ class Engine:
         self._outbox: list[Update] = []
         self._steps = self._prompt_tokens = self._generated_tokens = self._faults = self._old_preemptions = 0
         self._finished: Counter[str] = Counter()
+        self._reads: Counter[str] = Counter()
 
     # Requests come and go.
 
@@ -259,6 +261,7 @@ class Engine:
 
     def _book(self, step: Step, result: StepResult) -> None:
         self._scheduler.commit(step)
+        self._reads.update(result.reads)
         for segments, answers in zip(step.prefill, result.prefill, strict=True):
             for segment, answer in zip(segments, answers, strict=True):
                 if segment.sequence.status is not Status.FINISHED:
@@ -380,6 +383,7 @@ class Engine:
             faults=self._faults,
             finished=dict(self._finished),
             prefill_progress=progress,
+            reads=dict(self._reads),
         )
 
 

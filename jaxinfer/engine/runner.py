@@ -15,6 +15,7 @@ from jaxinfer.engine.anchors import Anchors
 from jaxinfer.engine.batching import Batcher, Packed, logit_rules, needs_rules, sampling_rows
 from jaxinfer.engine.compilations import CompilationCounter
 from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.reads import ReadCounter
 from jaxinfer.engine.request import Sequence
 from jaxinfer.engine.sampling import Choice
 from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
@@ -63,6 +64,7 @@ class Runner:
         self.rules, self.mesh = rules, mesh
         self._batcher = Batcher(capacity, tile_tokens, policy, anchors)
         model = Transformer(config, precision, policy)
+        self._reads = ReadCounter(model.policies) if isinstance(policy, Hybrid) else None
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
         self.compilations = CompilationCounter()
         """Counts from the end of `compile` on: stays at 0."""
@@ -107,7 +109,8 @@ class Runner:
         # ahead of the device: short requests would queue behind chunks sent long before, and an error would meet
         # another step.
         jax.block_until_ready(self.cache)
-        return StepResult(prefill=prefilled, decode=decode)
+        reads = self._reads.of_step(step, np.asarray(self.cache.reads)) if self._reads is not None else {}
+        return StepResult(prefill=prefilled, decode=decode, reads=reads)
 
     def cache_alive(self) -> bool:
         """False after a step that took the cache over and failed."""

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxinfer.engine.engine import EngineStats
+from jaxinfer.engine.reads import SOURCES
 from jaxinfer.engine.request import RequestMetrics
 
 # A long prompt's first token may take minutes on CPU, a short one's milliseconds on a GPU.
@@ -93,6 +94,20 @@ class _EngineCollector(Collector):
         for reason, count in sorted(stats.finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        if stats.reads:
+            yield CounterMetricFamily(
+                "jaxinfer_attention_queries",
+                "Queries of hybrid attention, each once for each layer.",
+                stats.reads["queries"],
+            )
+            keys = CounterMetricFamily(
+                "jaxinfer_attention_keys",
+                "Keys that those read, on the mean of the groups of heads, by source; blocks count whole.",
+                labels=["source"],
+            )
+            for source in SOURCES:
+                keys.add_metric([source], stats.reads.get(source, 0))
+            yield keys
         done = GaugeMetricFamily("jaxinfer_prefill_done_tokens", "Prompt tokens computed so far.", labels=["request"])
         total = GaugeMetricFamily("jaxinfer_prefill_total_tokens", "Prompt tokens of the request.", labels=["request"])
         for request_id, (computed, length) in stats.prefill_progress.items():

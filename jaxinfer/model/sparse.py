@@ -172,7 +172,9 @@ def attend(
         ),
     )
     out, lse, records, chosen = lax.fori_loop(0, batch.sparse.count, of_segment, state)
-    return out, lse, cache._replace(records=records), chosen
+    hot, listed = jnp.sum(chosen.hot >= 0, axis=1), jnp.mean(jnp.sum(chosen.blocks >= 0, axis=2), axis=1)
+    read = jnp.stack((hot, listed - hot)) @ jnp.sum(queries.valid, axis=1).astype(jnp.float32)
+    return out, lse, cache._replace(records=records, reads=cache.reads.at[layer, :, 0].set(read)), chosen
 
 
 def _over(mask: jax.Array, like: jax.Array) -> jax.Array:

@@ -1,15 +1,17 @@
 """Hybrid attention of single tokens: which positions each reads, and the attention to those that this rank holds."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache import RECORDED, Cache
 from jaxinfer.configs.attention import Hybrid
+from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_sparse import mla_sparse_decode
 from jaxinfer.kernels.selection.grid import eligible_blocks
 from jaxinfer.kernels.selection.hot import EPOCHS, amounts, epoch_masses, hot_blocks, hot_weights, joined, record
-from jaxinfer.kernels.selection.lists import ascending
 from jaxinfer.kernels.selection.retrieve import voting_heads
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, group_logits
 from jaxinfer.model.batch import DecodeBatch
@@ -56,14 +58,20 @@ def attend(
     me = lax.axis_index("cp")
     sparse = (batch.positions >= 0) & ~reads_all(batch.positions, policy)
     first = jnp.where(sparse, windows(batch.positions, policy), 0)
+    kinds = {"kv_rank": kv_rank, "scale": scale}
 
-    def read(tokens):
-        return mla_sparse_decode(q, cache.latents, layer, batch.page_table, tokens, kv_rank=kv_rank, scale=scale)
+    def read(units, lengths):
+        out, lse = mla_decode(
+            q[:, None], *_in_units(cache.latents, batch, units, layout, policy, layer), lengths, **kinds
+        )
+        return out[:, 0], lse[:, 0]
 
-    near = jnp.concatenate(
-        (_window(first, sparse, me, batch, layout, policy), _shared(first, me, batch, layout)), axis=1
-    )
-    out, lse = read(near)
+    def read_shared(tokens):
+        return mla_sparse_decode(q, cache.latents, layer, batch.page_table, tokens, **kinds)
+
+    near = read(*_window(first, sparse, me, batch, layout, policy))
+    shared = _shared(first, me, batch, layout)
+    lse = jnp.logaddexp(near[1], read_shared(shared)[1])
     begin, end = eligible_blocks(first, sinks=policy.sinks, block=policy.block)
     shares = _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale)
     votes = all_gather(shares, head_axes, 1)
@@ -82,18 +90,36 @@ def attend(
     most = policy.hot_blocks + policy.retrieve_blocks
     hot = jax.vmap(lambda weights, end: hot_blocks(weights, begin, end, most))(weights, end)
     known = jnp.any(candidates[:, :, None] == hot[:, None], axis=2)
-    blocks = ascending(jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1))
-    return *merge(out, lse, *read(_blocks(blocks, me, batch, layout, policy))), cache
+    blocks = jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1)
+    reads = jnp.stack((jnp.sum(hot >= 0), jnp.sum(~known & (candidates >= 0)))).astype(jnp.float32)
+    cache = cache._replace(reads=cache.reads.at[layer, :, 1].set(reads))
+    # Listed blocks are read whole, so that the anchors in them are read there.
+    listed = jnp.any(batch.sparse.shared[:, :, None] // policy.block == blocks[:, None], axis=2)
+    far = merge(*read(*_blocks(blocks, me, batch, layout, policy)), *read_shared(jnp.where(listed, -1, shared)))
+    return *merge(*near, *far), cache
+
+
+def _unit(layout, policy):
+    """Tokens that lie together on a rank and in a page, and of which windows and blocks are made: a page, as a rule."""
+    return math.gcd(layout.stripe, policy.block)
+
+
+def _in_units(latents, batch, units, layout, policy, layer):
+    """The cache in pages of one unit, the layer, and the table of units `[B, N]` that count through a rank's pages."""
+    unit = _unit(layout, policy)
+    of_page = layout.page_size // unit
+    cut = jax.tree.map(lambda array: array.reshape(array.shape[0], -1, unit, array.shape[-1]), latents)
+    pages = jnp.take_along_axis(batch.page_table, units // of_page, axis=1, mode="clip")
+    return cut, layer, pages * of_page + units % of_page
 
 
 def _window(first, sparse, me, batch, layout, policy):
-    """Tokens of the windows that lie on this rank, `[B, W]`, counted through its pages; -1: none."""
-    longest = policy.window + policy.block + policy.query_block
+    """The window of each token as far as it lies on this rank: units `[B, N]`, and how many tokens of these."""
+    unit, longest = _unit(layout, policy), policy.window + policy.block + policy.query_block
     width = -(-longest // layout.round_tokens) * layout.stripe + layout.stripe
     begin = layout.local_length(first, me, batch.homes)
     end = layout.local_length(batch.positions + 1, me, batch.homes)
-    tokens = begin[:, None] + jnp.arange(width)
-    return jnp.where((tokens < end[:, None]) & sparse[:, None], tokens, -1)
+    return begin[:, None] // unit + jnp.arange(-(-width // unit)), jnp.where(sparse, end - begin, 0)
 
 
 def _shared(first, me, batch, layout):
@@ -104,17 +130,17 @@ def _shared(first, me, batch, layout):
 
 
 def _blocks(blocks, me, batch, layout, policy):
-    """Tokens of key blocks `[B, N]` that lie on this rank and are not anchors, `[B, N W]`; -1: none."""
+    """Key blocks `[B, K]` (-1: none) as far as they lie on this rank: units `[B, N]`, and how many tokens of these."""
+    unit, homes = _unit(layout, policy), batch.homes[:, None]
     width = policy.block // layout.round_tokens * layout.stripe + min(layout.stripe, policy.block % layout.round_tokens)
-    homes = batch.homes[:, None]
-    begin = layout.local_length(blocks * policy.block, me, homes)[..., None]
-    end = layout.local_length((blocks + 1) * policy.block, me, homes)[..., None]
-    tokens = begin + jnp.arange(width)
-    tokens = jnp.where((tokens < end) & (blocks >= 0)[..., None], tokens, -1).reshape(blocks.shape[0], -1)
-    positions = layout.position(tokens, me, homes)
-    place = jax.vmap(jnp.searchsorted)(batch.sparse.shared, positions)
-    anchor = jnp.take_along_axis(batch.sparse.shared, place, axis=1, mode="clip") == positions
-    return jnp.where(anchor, -1, tokens)
+    begin = layout.local_length(blocks * policy.block, me, homes)[..., None] // unit
+    end = layout.local_length((blocks + 1) * policy.block, me, homes)[..., None] // unit
+    units = begin + jnp.arange(width // unit)
+    here = ((units < end) & (blocks >= 0)[..., None]).reshape(blocks.shape[0], -1)
+    units = units.reshape(here.shape)
+    places = jnp.where(here, jnp.cumsum(here, axis=1) - 1, here.shape[1])
+    first_ones = jax.vmap(lambda units, places: jnp.zeros_like(units).at[places].set(units, mode="drop"))(units, places)
+    return first_ones, jnp.sum(here, axis=1) * unit
 
 
 def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
