@@ -23,12 +23,14 @@ def mla_window(
     v_b: Float[Array, "H v kv_rank"],
     first: Int[Array, " T"],
     limit: Int[Array, " T"],
+    shared: Float[Array, "A latent"],
+    before: Int[Array, " T"],
     *,
     scale: float,
     runs: tuple[int, int] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T H v"], Float[Array, "T H"]]:
-    """Multi-head latent attention of each query to the keys `first <= s < limit`, heads expanded.
+    """Multi-head latent attention of each query to the keys `first <= s < limit` and some shared ones, heads expanded.
 
     Args:
         q: `[T, H, nope + rope]` queries, rotary part last and already rotated.
@@ -38,6 +40,9 @@ def mla_window(
         v_b: `[H, v, kv_rank]` expands a latent to the values of each head.
         first: `[T]` int32, the first key of each query.
         limit: `[T]` int32, the end of its keys, at most `S`; not after `first`: none.
+        shared: `[A, kv_rank + rope]` keys that all queries read in the same order.
+        before: `[T]` int32, how many of the first of these each query reads, 0 to `A`.  Rows from the largest on may
+            hold anything.
         scale: factor on the scores, positive.
         runs: the ranges of all queries together cover at most so many runs of so many successive keys.  Memory and the
             work of expanding are in proportion to that; None: to `S`.
@@ -47,9 +52,10 @@ def mla_window(
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
     reason = mosaic.reason_against(q, context, k_b, v_b)
+    operands = q, context, k_b, v_b, first, limit, shared, before
     if dispatch.choose("mla_window", implementation, reason) == "mosaic":
-        return mosaic.mla_window(q, context, k_b, v_b, first, limit, scale=scale, runs=runs)
-    return reference.mla_window(q, context, k_b, v_b, first, limit, scale=scale)
+        return mosaic.mla_window(*operands, scale=scale, runs=runs)
+    return reference.mla_window(*operands, scale=scale)
 
 
 def mla_blocks(

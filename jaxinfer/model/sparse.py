@@ -9,7 +9,6 @@ from jax import lax
 from jaxinfer.cache import RECORDED, Cache
 from jaxinfer.configs.attention import Hybrid
 from jaxinfer.kernels.latents import expand
-from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.mla_sparse import mla_blocks, mla_window
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
@@ -144,7 +143,7 @@ def attend(
         shared = batch.sparse.shared[index]
         free = jnp.ones(latents.shape[0], bool).at[shared].set(False, mode="drop")
         context = Context(latents, gathered(cache.means, policy.group), shared, free)
-        near = _attend_near(q, k_b, v_b, context, jnp.where(mine, batch.positions, -1), policy, scale)
+        near = _attend_near(q, k_b, v_b, context, jnp.where(mine, batch.positions, -1), layout, policy, scale)
 
         first, end = eligible_blocks(windows(queries.start, policy), sinks=policy.sinks, block=policy.block)
         first, end = jnp.full_like(end, first), jnp.where(my_blocks, end, 0)
@@ -189,12 +188,12 @@ def _queries(q: jax.Array, k_b: jax.Array, batch: PrefillBatch, pages: int, poli
     rows = jnp.minimum(first[:, None] + jnp.arange(size), tokens - 1)
     start, segments, none = batch.positions[first], batch.segments[first], batch.sparse.query_blocks < 0
     successive = batch.positions[rows] - start[:, None] == jnp.arange(size)
-    # XLA on CPU has no bfloat16 product for "thn,hnc->thc".
-    absorbed = jnp.einsum("thn,hnc->htc", q[..., :nope], k_b, preferred_element_type=jnp.float32).swapaxes(0, 1)
-    absorbed = jnp.concatenate((absorbed.astype(q.dtype), q[..., nope:]), axis=-1)
+    # One product writes the whole: the rotary part passes through it by an identity, exactly.
+    absorb = jax.vmap(lambda w: jax.scipy.linalg.block_diag(w, jnp.eye(q.shape[2] - nope, dtype=w.dtype)))(k_b)
+    absorbed = jnp.einsum("nqhd,hdc->nqhc", q[rows], absorb, preferred_element_type=q.dtype)
     return Queries(
         q=q,
-        absorbed=absorbed[rows],
+        absorbed=absorbed,
         rows=rows,
         valid=(batch.segments[rows] == segments[:, None]) & successive & ~none[:, None],
         start=jnp.where(none, -1, start),
@@ -204,13 +203,29 @@ def _queries(q: jax.Array, k_b: jax.Array, batch: PrefillBatch, pages: int, poli
     )
 
 
-def _attend_near(q, k_b, v_b, context, positions, policy, scale):
+def _attend_near(q, k_b, v_b, context, positions, layout, policy, scale):
     """Attention of the queries at `positions` (-1: none) to their windows and to the sinks and anchors before."""
     first = jnp.where(positions < 0, 0, windows(positions, policy))
-    window = mla_window(q, context.latents, k_b, v_b, first, positions + 1, scale=scale)
-    latents = context.latents.at[context.shared].get(mode="clip")
-    before = jnp.searchsorted(context.shared, first).astype(jnp.int32)
-    return merge(*window, *mla_prefill(q, latents, k_b, v_b, before, scale=scale))
+    shared = context.latents.at[context.shared].get(mode="clip")
+    before = jnp.searchsorted(context.shared, first, method="compare_all").astype(jnp.int32)
+    runs = window_runs(q.shape[0], layout, policy)
+    operands = q, context.latents, k_b, v_b, first, positions + 1, shared, before
+    return mla_window(*operands, scale=scale, runs=runs)
+
+
+def window_runs(tokens: int, layout: Layout, policy: Hybrid) -> tuple[int, int]:
+    """How many runs of successive positions hold the windows of a rank's `tokens` of one sequence, and their length.
+
+    One where the windows of neighbouring stripes meet.
+    """
+    behind = policy.window + policy.block - 1 + policy.query_block - 1
+    if layout.cp == 1:
+        return 1, tokens + behind
+    # A step begins at a whole stripe.
+    stripes = -(-tokens // layout.stripe)
+    if (layout.cp - 1) * layout.stripe > behind:
+        return stripes, layout.stripe + behind
+    return 1, (stripes - 1) * layout.round_tokens + layout.stripe + behind
 
 
 def _retrieve(queries, context, lse, first, end, policy, head_axes, scale):

@@ -1,4 +1,4 @@
-"""Flash attention on Hopper, heads expanded, each query limited to a range of successive keys.
+"""Flash attention on Hopper, heads expanded, each query limited to some of the first keys, or to these and a window.
 
 A persistent grid of one thread block per multiprocessor, in clusters of two that attend queries of one head and copy
 its keys and values once for both.  In a thread block, one warpgroup copies queries, keys and values into shared memory;
@@ -11,9 +11,9 @@ and large weights alike.  The largest score of the first tile does, until a late
 shows in the sum of its weights; only then is the largest score found again, and what was summed so far rescaled.
 FlashAttention-4 rescales as rarely, but finds the largest score of every tile, a third of the arithmetic of softmax.
 
-Where queries have a first key too, tiles before the first of a block of queries are not copied, and 64 queries pass on
-those before their own.  A query that sees nothing of its first tile begins with a number below every score, so that
-the first weight it has is too large, and its largest score is found then.
+With windows, a block of queries reads the tiles that hold its first keys, and then those of its windows; a query that
+sees nothing of the first tile begins with a number below every score, so that the first weight it has is too large, and
+its largest score is found then.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def attend(
     k_rope: jax.Array,
     v: jax.Array,
     key_limit: jax.Array,
-    first: jax.Array | None = None,
+    window: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float,
     blocks: Blocks,
@@ -91,7 +91,8 @@ def attend(
         q: `[T, H, nope + rope]` bfloat16; T and S are multiples of 8.
         k, k_rope, v: `[S, H, nope]`, `[S, rope]` and `[S, H, v]` bfloat16, finite everywhere.
         key_limit: `[T]` int32, see `jaxinfer.kernels.mla_prefill`.
-        first: `[T]` int32, each query's first key; where it is not before the limit, the query sees none.  None: 0.
+        window: `[T]` int32 twice, `start <= s < end`: keys that each query sees besides those below its limit; not
+            `start < end`: none.  No window begins in a tile of keys that any limit reaches into.
         scale: positive.
         multiprocessors: at least 2.
 
@@ -102,13 +103,13 @@ def attend(
     scratch = _scratch(shape, blocks)
     limits = jnp.pad(key_limit, (0, -tokens % (_TOGETHER * ROWS)))
     operands = {"q": q, "k": k, "k_rope": k_rope, "v": v}
-    if first is None:
+    if window is None:
         order, rows = schedule(limits, blocks.keys)
     else:
-        first = jnp.pad(first, (0, -tokens % (_TOGETHER * ROWS)))
-        limits = jnp.where(limits > first, limits, 0)
-        order, rows = window_schedule(first, limits, blocks.keys)
-        operands["first"] = first
+        start, end = (jnp.pad(bound, (0, -tokens % (_TOGETHER * ROWS))) for bound in window)
+        end = jnp.where(end > start, end, 0)
+        order, rows = window_schedule(limits, start, end, blocks.keys)
+        operands |= {"starts": start, "ends": end}
     operands |= {"limits": limits, "schedule": order, "rows": rows}
 
     def body(operands, out, lse):
@@ -151,32 +152,42 @@ def schedule(limits: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
     return jnp.stack((order, longest[order])).astype(jnp.int32), jnp.stack((tiles, whole)).astype(jnp.int32)
 
 
-def window_schedule(first: jax.Array, limits: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
-    """What there is to do for the keys `first <= s < limits`, `[T]` each, in tiles of so many keys; limit 0: none.
+def window_schedule(limits: jax.Array, starts: jax.Array, ends: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
+    """What there is to do for the keys below `limits` and `starts <= s < ends`, `[T]` each, end 0 for no window.
 
     Returns:
-        int32 `[3, T / 256]`: blocks of 256 queries, longest first, the tiles that each reads (at least 1), and the
-        first of these.
-        int32 `[4, T / 64]`: for each 64 queries, the tiles of which one of them sees a part (at least 1, all among the
-        block's), and those of which all see the whole, counted from the first of the former; then that first one, and
-        the first of which all see the whole counted from there.
+        int32 `[4, T / 256]`: blocks of 256 queries, longest first; how many tiles of so many keys each reads (at least
+        1); how many of these are before the windows; and the tile that the windows begin with.
+        int32 `[4, T / 64]`, for each 64 queries: how many of their block's tiles they have to see (at least 1); how
+        many of the first ones all of them see the whole; and where, in the windows, those begin and end that all of
+        them see the whole.  All are counted along what the block reads.
     """
-    seen = limits > 0
+    inside = ends > 0
 
-    def tiles_of(size):
-        limit, start = limits.reshape(-1, size), jnp.where(seen, first, jnp.iinfo(jnp.int32).max).reshape(-1, size)
-        end = -(-jnp.max(limit, axis=1) // keys)
-        return jnp.minimum(jnp.min(start, axis=1) // keys, end), end
+    def of(size, reduce, values):
+        return reduce(values.reshape(-1, size), axis=1)
 
-    (begin, end), (own, own_end) = tiles_of(_TOGETHER * ROWS), tiles_of(ROWS)
-    count = jnp.maximum(end - begin, 1)
+    def up(count):
+        return -(-count // keys)
+
+    block = _TOGETHER * ROWS
+    front, last = up(of(block, jnp.max, limits)), up(of(block, jnp.max, ends))
+    begin = of(block, jnp.min, jnp.where(inside, starts, jnp.iinfo(jnp.int32).max)) // keys
+    begin = jnp.minimum(begin, last)
+    count = jnp.maximum(front + last - begin, 1)
     order = jnp.argsort(-count)
-    # Queries that see nothing do so in a tile of their block's.
-    own = jnp.where(own_end > own, own, jnp.repeat(begin, _TOGETHER))
-    head = -(-jnp.max(jnp.where(seen, first, 0).reshape(-1, ROWS), axis=1) // keys)
-    whole = jnp.min(limits.reshape(-1, ROWS), axis=1) // keys
-    rows = jnp.maximum(own_end - own, 1), whole - own, own, head - own
-    return jnp.stack((order, count[order], begin[order])).astype(jnp.int32), jnp.stack(rows).astype(jnp.int32)
+    # Where a tile of the windows is in what the block reads.
+    moved = jnp.repeat(front - begin, _TOGETHER)
+    own_last = of(ROWS, jnp.max, ends)
+    tiles = jnp.where(own_last > 0, moved + up(own_last), up(of(ROWS, jnp.max, limits)))
+    rows = (
+        jnp.maximum(tiles, 1),
+        of(ROWS, jnp.min, limits) // keys,
+        jnp.maximum(moved + up(of(ROWS, jnp.max, jnp.where(inside, starts, 0))), jnp.repeat(front, _TOGETHER)),
+        moved + of(ROWS, jnp.min, ends) // keys,
+    )
+    blocks = order, count[order], front[order], begin[order]
+    return jnp.stack(blocks).astype(jnp.int32), jnp.stack(rows).astype(jnp.int32)
 
 
 def _scratch(shape, blocks):
@@ -217,11 +228,17 @@ def _items(shape, blocks, operands):
         group, index = index // (together * count), lax.rem(index, jnp.int32(together * count))
         heads = jnp.minimum(together, shape.heads - group * together)
         rank = index // heads
-        block, tiles = operands["schedule"][0, rank], operands["schedule"][1, rank]
-        begin = operands["schedule"][2, rank] if "first" in operands else 0
-        return group * together + lax.rem(index, heads), block, tiles, begin
+        of_block = [operands["schedule"][i, rank] for i in range(operands["schedule"].shape[0])]
+        return group * together + lax.rem(index, heads), *of_block
 
     return shape.heads * count, item
+
+
+def _first_key(index, blocks, front=None, begin=None):
+    """The first key of a tile of those that a block reads: the first `front` tiles, and those from `begin` on."""
+    if front is not None:
+        index = jnp.where(index < front, index, index - front + begin)
+    return index * blocks.keys
 
 
 def _rows(block, warpgroup):
@@ -255,7 +272,7 @@ def _copy(shape, blocks, operands, scratch):
             plgpu.barrier_wait(scratch[name].at[slot])
 
     def copy_item(info, carry):
-        head, block, tiles, begin = item(info.index[0])
+        head, block, tiles, *windows = item(info.index[0])
         for warpgroup in range(_WARPGROUPS):
             await_free("q_empty", warpgroup, info.local_index > 0)
             rows = pl.ds(_rows(block, jnp.int32(warpgroup)) * ROWS, ROWS)
@@ -265,7 +282,7 @@ def _copy(shape, blocks, operands, scratch):
 
         def tile(index, done):
             slot = lax.rem(done, jnp.int32(blocks.stages))
-            rows = pl.ds((begin + index) * blocks.keys, blocks.keys)
+            rows = pl.ds(_first_key(index, blocks, *windows), blocks.keys)
 
             def copy(name, source, full):
                 full = scratch[full].at[slot]
@@ -313,7 +330,7 @@ def _any_large(_, sums, barrier):
 def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
     """A math warpgroup: 64 queries of each item."""
     count, item = _items(shape, blocks, operands)
-    windowed, factor = "first" in operands, scale * _LOG2_E
+    windowed, factor = "starts" in operands, scale * _LOG2_E
     q = scratch["q"].at[warpgroup]
     accumulator = plgpu.WGMMAAccumulatorRef((ROWS, blocks.keys), jnp.float32)
 
@@ -333,19 +350,12 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
         plgpu.wgmma(scores, q.at[:, : shape.nope], scratch["k"].at[slot].transpose((1, 0)))
         plgpu.wgmma(scores, q.at[:, shape.nope :], scratch["k_rope"].at[slot].transpose((1, 0)))
 
-    def visible(scores, start, limit, first=None):
+    def visible(scores, first_key, limit, start=None, end=None):
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
-        seen = key < across(limit - start, blocks.keys)
-        if first is not None:
-            seen &= key >= across(first - start, blocks.keys)
+        seen = key < across(limit - first_key, blocks.keys)
+        if start is not None:
+            seen |= (key >= across(start - first_key, blocks.keys)) & (key < across(end - first_key, blocks.keys))
         return jnp.where(seen, scores, -jnp.inf)
-
-    def pass_on(start, end):
-        @pl.loop(start, end)
-        def _(tile):
-            for full, empty in (("k_full", "k_empty"), ("v_full", "v_empty")):
-                wait(full, slot_of(tile))
-                release(empty, slot_of(tile))
 
     def largest(scores):
         return jnp.max(scores, axis=1) * factor
@@ -357,20 +367,16 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
     @plgpu.nd_loop((count,), collective_axes="block", init_carry=jnp.int32(0))
     def _item(info, carry):
-        head, block, tiles, begin = item(info.index[0])
-        end = carry + tiles
+        done = carry
+        head, block, tiles, *windows = item(info.index[0])
         rows = _rows(block, warpgroup)
         mine, whole = operands["rows"][0, rows], operands["rows"][1, rows]
-        own = operands["rows"][2, rows] if windowed else 0
-        head_tiles = operands["rows"][3, rows] if windowed else 0
-        done = carry + own - begin
+        of_windows = [operands["rows"][i, rows] for i in (2, 3)] if windowed else []
         rows = pl.ds(rows * ROWS, ROWS)
-        limit = plgpu.load(operands["limits"].at[rows], layout=_ROW, optimized=False)
-        first = None
-        if windowed:
-            limit -= own * blocks.keys
-            first = plgpu.load(operands["first"].at[rows], layout=_ROW, optimized=False) - own * blocks.keys
-            pass_on(carry, done)
+        bounds = [
+            plgpu.load(operands[name].at[rows], layout=_ROW, optimized=False)
+            for name in ("limits", *(("starts", "ends") if windowed else ()))
+        ]
         wait("q_full", warpgroup)
 
         def await_keys(index):
@@ -387,7 +393,7 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
         def first_tile(scores):
             start_scores(scores, slot_of(done))
-            found = visible(scores[...], 0, limit, first)
+            found = visible(scores[...], _first_key(0, blocks, *windows), *bounds)
             release_keys(0)
             top = largest(found)
             top = jnp.where(top == -jnp.inf, _BELOW_ALL if windowed else 0.0, top)
@@ -399,12 +405,12 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
             carry = pl.run_scoped(first_tile, accumulator)
             await_keys(1)
 
-            def step(index, carry, *bounds):
+            def step(index, carry, first_key=None, *bounds):
                 weights, top, total = carry
                 slot, last = slot_of(done + index), slot_of(done + index - 1)
 
                 def seen(scores):
-                    return visible(scores, index * blocks.keys, *bounds) if bounds else scores
+                    return visible(scores, first_key, *bounds) if bounds else scores
 
                 def products(scores):
                     start_scores(scores, slot)
@@ -445,14 +451,26 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
                 acc[...] = result
                 return lax.optimization_barrier(weights), top, total
 
-            begin_whole, end_whole = 1, jnp.maximum(whole, 1)
+            def masked(index, carry):
+                return step(index, carry, _first_key(index, blocks, *windows), *bounds)
+
             if windowed:
-                begin_whole = jnp.clip(head_tiles, 1, mine)
-                end_whole = jnp.clip(whole, begin_whole, mine)
-                carry = lax.fori_loop(1, begin_whole, lambda i, c: step(i, c, limit, first), carry)
-            carry = lax.fori_loop(begin_whole, end_whole, step, carry)
-            # Whoever sees a key here sees the tile's first ones.
-            weights, top, total = lax.fori_loop(end_whole, mine, lambda i, c: step(i, c, limit), carry)
+                middle = jnp.clip(whole, 1, mine)
+                carry = lax.fori_loop(1, middle, step, carry)
+                inner = jnp.clip(of_windows[0], middle, mine)
+                carry = lax.fori_loop(middle, inner, masked, carry)
+                outer = jnp.clip(of_windows[1], inner, mine)
+                carry = lax.fori_loop(inner, outer, step, carry)
+
+                def at_end(index, carry):
+                    """Who sees a key here sees the tile's first."""
+                    return step(index, carry, _first_key(index, blocks, *windows), bounds[2])
+
+                weights, top, total = lax.fori_loop(outer, mine, at_end, carry)
+            else:
+                middle = jnp.maximum(whole, 1)
+                carry = lax.fori_loop(1, middle, step, carry)
+                weights, top, total = lax.fori_loop(middle, mine, masked, carry)
             last = slot_of(done + mine - 1)
             wait("v_full", last)
             plgpu.wgmma(acc, weights, scratch["v"].at[last])
@@ -462,8 +480,13 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
 
         result, top, total = pl.run_scoped(attend, plgpu.WGMMAAccumulatorRef((ROWS, shape.v), jnp.float32))
 
-        pass_on(done + mine, end)
+        @pl.loop(mine, tiles)
+        def _pass_on(index):
+            for full, empty in (("k_full", "k_empty"), ("v_full", "v_empty")):
+                wait(full, slot_of(done + index))
+                release(empty, slot_of(done + index))
+
         inverse = jnp.where(total == 0.0, 0.0, 1 / total)
         out[rows, head] = result * across(inverse, shape.v)
         lse[head, rows] = (top + jnp.log2(total)) / _LOG2_E
-        return end
+        return done + tiles

@@ -50,19 +50,26 @@ def mla_prefill(q, latents, k_b, v_b, key_limit, *, scale, blocks: Blocks | None
     return lax.cond(jnp.any(key_limit > 0), visible, nothing)
 
 
-def mla_window(q, context, k_b, v_b, first, limit, *, scale, runs=None, blocks=None, multiprocessors=None):
-    """See `jaxinfer.kernels.mla_sparse`: expands only what lies in the ranges, in pieces of `PIECE` rows."""
+def mla_window(
+    q, context, k_b, v_b, first, limit, shared, before, *, scale, runs=None, blocks=None, multiprocessors=None
+):
+    """See `jaxinfer.kernels.mla_sparse`: expands the shared keys and what lies in the ranges, in pieces of `PIECE`."""
     tokens = q.shape[0]
     nope, rope, v = _head_dims(context, k_b, v_b)
     blocks = blocks or _fitting(nope, rope, v)[0]
     multiprocessors = multiprocessors or device().multiprocessors
-    rows, first, limit = gather_ranges(context, first, limit, ranges_held(context.shape[0], runs))
+    rows, start, end = gather_ranges(context, first, limit, ranges_held(context.shape[0], runs))
+    front = -(-shared.shape[0] // PIECE) * PIECE
+    # Whole tiles of the kernel: no window begins in a tile of shared keys.
+    shared = jnp.where((jnp.arange(shared.shape[0]) < jnp.max(before))[:, None], shared, 0)
+    rows = jnp.concatenate((shared, jnp.zeros((front - shared.shape[0], shared.shape[1]), shared.dtype), rows))
+    start, end = (jnp.where(end > start, bound + front, 0) for bound in (start, end))
     k, k_rope, values = _expand(rows, k_b, v_b, rows.shape[0])
     padding = (0, -tokens % ALIGNMENT)
-    queries, first, limit = jnp.pad(q, (padding, (0, 0), (0, 0))), jnp.pad(first, padding), jnp.pad(limit, padding)
-    out, lse = attend(
-        queries, k, k_rope, values, limit, first, scale=scale, blocks=blocks, multiprocessors=multiprocessors
-    )
+    queries = jnp.pad(q, (padding, (0, 0), (0, 0)))
+    before, start, end = (jnp.pad(bound, padding) for bound in (before, start, end))
+    sizes = {"scale": scale, "blocks": blocks, "multiprocessors": multiprocessors}
+    out, lse = attend(queries, k, k_rope, values, before, (start, end), **sizes)
     return out[:tokens], lse[:, :tokens].T
 
 
@@ -84,7 +91,7 @@ def gather_ranges(context, first, limit, held):
     begin, end = jnp.where(seen, first // PIECE, 0), jnp.where(seen, -(-limit // PIECE), 0)
     covered = _covered(begin, end, pieces)
     place = jnp.cumsum(covered.astype(jnp.int32)) - 1
-    (chosen,) = jnp.nonzero(covered, size=held)
+    chosen = jnp.zeros(held, jnp.int32).at[jnp.where(covered, place, held)].set(jnp.arange(pieces), mode="drop")
     whole = jnp.pad(context, ((0, -length % PIECE), (0, 0))).reshape(pieces, PIECE, width)
     rows = whole.at[chosen].get(mode="clip").reshape(-1, width)
     start = jnp.where(seen, place[begin] * PIECE + first % PIECE, 0)

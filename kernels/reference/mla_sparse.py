@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.latents import expand, page_size
+from jaxinfer.kernels.reference.mla_prefill import mla_prefill
 from jaxinfer.kernels.reference.rows import map_active
 
 _TILE = 512
@@ -28,10 +29,9 @@ def mla_masked(q, context, k_b, v_b, mask, *, scale):
     return _softmax("hqs,shv->qhv", scores, v)
 
 
-def mla_window(q, context, k_b, v_b, first, limit, *, scale):
-    """See `jaxinfer.kernels.mla_sparse`: tiles of keys, as many as the ranges span, and the queries that see each."""
-    tokens, heads, _ = q.shape
-    tile = min(_TILE, context.shape[0])
+def mla_window(q, context, k_b, v_b, first, limit, shared, before, *, scale):
+    """See `jaxinfer.kernels.mla_sparse`: the shared keys, then tiles of the others, as many as the ranges span."""
+    heads, tile = q.shape[1], min(_TILE, context.shape[0])
     context = jnp.pad(context, ((0, -context.shape[0] % tile), (0, 0)))
     seen = limit > first
 
@@ -61,8 +61,7 @@ def mla_window(q, context, k_b, v_b, first, limit, *, scale):
 
     start = jnp.min(jnp.where(seen, first, context.shape[0])) // tile
     end = (jnp.max(jnp.where(seen, limit, 0)) + tile - 1) // tile
-    empty = jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
-    return lax.fori_loop(start, end, visit, empty)
+    return lax.fori_loop(start, end, visit, mla_prefill(q, shared, k_b, v_b, before, scale=scale))
 
 
 def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):

@@ -17,19 +17,26 @@ from tests.kernels.products import lower_for_cuda
 from tests.kernels.test_mla_prefill_mosaic import case, interpreted, rising
 
 
-def compare(q, context, k_b, v_b, first, limit, capsys, *, blocks=None, multiprocessors=4, scale=0.1, runs=None):
-    """Keys outside every range hold no number."""
+def compare(
+    q, context, k_b, v_b, first, limit, capsys, *, shared=None, blocks=None, multiprocessors=4, scale=0.1, runs=None
+):
+    """Keys that nobody reads hold no number; `shared` are keys, and how many of them each query reads."""
     first, limit = np.asarray(first, np.int32), np.asarray(limit, np.int32)
     keys = np.arange(len(context))
     read = ((keys >= first[:, None]) & (keys < limit[:, None])).any(axis=0)
-    rest = k_b, v_b, jnp.asarray(first), jnp.asarray(limit)
+    rows, before = (context[:1], np.zeros(len(q), np.int32)) if shared is None else shared
+    known = jnp.arange(len(rows)) < before.max()
+    rest, end = (k_b, v_b, jnp.asarray(first), jnp.asarray(limit)), jnp.asarray(before, jnp.int32)
     sizes = {"runs": runs, "blocks": blocks or Blocks(keys=64), "multiprocessors": multiprocessors}
+
+    def operands(nothing):
+        filled, filled_rows = (jnp.where(at[:, None], a, nothing) for at, a in ((read, context), (known, rows)))
+        return q, filled, *rest, filled_rows, end
+
     with interpreted(capsys):
-        out, lse = mosaic.mla_window(q, jnp.where(read[:, None], context, jnp.nan), *rest, scale=scale, **sizes)
-        out, lse = np.asarray(out), np.asarray(lse)
-    known = jnp.where(read[:, None], context, 0)
-    wanted, wanted_lse = (np.asarray(a) for a in reference.mla_window(q, known, *rest, scale=scale))
-    empty = limit <= first
+        out, lse = (np.asarray(a) for a in mosaic.mla_window(*operands(jnp.nan), scale=scale, **sizes))
+    wanted, wanted_lse = (np.asarray(a) for a in reference.mla_window(*operands(0), scale=scale))
+    empty = (limit <= first) & (before == 0)
     assert np.all(out[empty] == 0)
     assert np.all(lse[empty] == -np.inf)
     np.testing.assert_allclose(lse[~empty], wanted_lse[~empty], atol=1e-3)
@@ -52,6 +59,9 @@ INTERPRETED = {
     "DeepSeek's heads": (70, 512, 2, 128, 64, 128, sliding(400, 70, 256, 128), {"blocks": Blocks()}),
     "one query, one key": (1, 300, 1, 64, 64, 64, ([255], [256]), {"multiprocessors": 2}),
     "all but one empty": (300, 300, 1, 64, 64, 64, ([5] * 299 + [191], [5] * 150 + [2] * 149 + [195]), {}),
+    "shared keys": (200, 640, 2, 64, 64, 64, sliding(340, 200, 128), {"shared": (100, np.arange(200) // 32 * 16 + 3)}),
+    "whole tiles of them": (70, 500, 1, 64, 64, 64, sliding(301, 70, 128), {"shared": (256, np.full(70, 256))}),
+    "nothing but them": (70, 500, 1, 64, 64, 64, ([9] * 70, [0] * 70), {"shared": (150, np.arange(70) * 2)}),
     "held runs only": (200, 2048, 1, 64, 64, 64, sliding(1700, 200, 64), {"runs": (1, 360)}),
 }
 
@@ -59,7 +69,11 @@ INTERPRETED = {
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_kernel_against_the_reference(name: str, capsys: pytest.CaptureFixture):
     *shape, (first, limit), arguments = INTERPRETED[name]
-    compare(*case(0, *shape), first, limit, capsys, **arguments)
+    q, context, k_b, v_b = case(0, *shape)
+    if "shared" in arguments:
+        count, before = arguments["shared"]
+        arguments = arguments | {"shared": (case(9, 1, count, *shape[2:])[1], before)}
+    compare(q, context, k_b, v_b, first, limit, capsys, **arguments)
 
 
 def test_any_ranges(capsys: pytest.CaptureFixture):
@@ -69,7 +83,8 @@ def test_any_ranges(capsys: pytest.CaptureFixture):
     limit = first + rng.choice((-5, 0, 1, 63, 64, 65, 128, 129), 300)
     first[128:256], limit[128:256] = 300, 0
     limit = np.clip(limit, 0, 300)
-    compare(*case(1, 300, 300, 2, 64, 64, 64), first, limit, capsys)
+    shared = case(9, 1, 200, 2, 64, 64, 64)[1], rng.integers(0, 201, 300) * (rng.random(300) < 0.7)
+    compare(*case(1, 300, 300, 2, 64, 64, 64), first, limit, capsys, shared=shared)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -123,21 +138,26 @@ def test_ranges_keep_their_rows():
 
 
 def test_schedule():
-    first = jnp.asarray([384] * 64 + [400] * 32 + [300] * 32 + [9] * 64 + [500] * 64 + [5] * 256 + [0] * 256)
-    limits = jnp.asarray([640] * 64 + [700] * 32 + [650] * 32 + [0] * 64 + [513] * 64 + [0] * 256 + [300] * 256)
-    order, rows = (np.asarray(a).tolist() for a in window_schedule(first, limits, 128))
-    assert order == [[0, 2, 1], [4, 3, 1], [2, 0, 0]]
-    # Tiles 3 and 4; 2 to 5, of which 4 is whole; none, which is hidden in the block's first; 3 and 4.
-    assert [row[:4] for row in rows] == [[2, 4, 1, 2], [2, 3, -2, 1], [3, 2, 2, 3], [0, 2, -2, 1]]
-    assert [row[4:8] for row in rows] == [[1] * 4, [0] * 4, [0] * 4, [0] * 4]
-    assert [row[8:] for row in rows] == [[3] * 4, [2] * 4, [0] * 4, [0] * 4]
+    """Blocks of 256: some queries with windows, all of them with windows only, none, and all with shared keys only."""
+    limits = [130] * 64 + [0] * 32 + [256] * 32 + [257] * 64 + [0] * 64 + [0] * 256 + [0] * 256 + [300] * 256
+    starts = [512] * 64 + [520] * 32 + [600] * 32 + [9] * 64 + [700] * 64 + [384] * 256 + [5] * 256 + [0] * 256
+    ends = [768] * 64 + [800] * 32 + [700] * 32 + [0] * 64 + [701] * 64 + [640] * 256 + [0] * 256 + [0] * 256
+    arrays = (jnp.asarray(a, jnp.int32) for a in (limits, starts, ends))
+    order, rows = (np.asarray(a).tolist() for a in window_schedule(*arrays, 128))
+    assert order == [[0, 3, 1, 2], [6, 3, 2, 1], [3, 3, 0, 0], [4, 0, 3, 0]]
+    # Tiles 0 to 2, then 4 to 6: those that the block reads.
+    assert [row[:4] for row in rows] == [[5, 6, 3, 5], [1, 0, 2, 0], [3, 4, 3, 5], [5, 4, -1, 4]]
+    assert [row[4] for row in rows] == [2, 0, 0, 2]
+    assert [row[8] for row in rows] == [1, 0, 0, 0]
+    assert [row[12] for row in rows] == [3, 2, 3, 0]
 
 
 def lower(tokens: int, keys: int, heads: int, runs: tuple[int, int] | None) -> str:
-    operands = (tokens, heads, 192), (keys, 576), (heads, 128, 512), (heads, 128, 512)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in operands]
+    operands = (tokens, heads, 192), (keys, 576), (heads, 128, 512), (heads, 128, 512), (128 + keys // 256, 576)
+    *shapes, shared = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in operands]
+    bound = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     window = functools.partial(mla_window, scale=0.1, runs=runs, implementation="mosaic")
-    return lower_for_cuda(window, *shapes, *[jax.ShapeDtypeStruct((tokens,), jnp.int32)] * 2)
+    return lower_for_cuda(window, *shapes, bound, bound, shared, bound)
 
 
 REAL = {
@@ -154,6 +174,7 @@ def test_lowers_for_cuda(name: str):
 
 def test_operands_that_do_not_fit_are_refused():
     operands = case(5, 8, 8, 1, 64, 64, 64)
-    ranges = jnp.zeros(8, jnp.int32), jnp.ones(8, jnp.int32)
+    q, context, k_b, v_b = operands
+    rest = jnp.zeros(8, jnp.int32), jnp.ones(8, jnp.int32), context, jnp.ones(8, jnp.int32)
     with pytest.raises(ValueError, match="queries are float32"):
-        mla_window(operands[0].astype(jnp.float32), *operands[1:], *ranges, scale=1.0, implementation="mosaic")
+        mla_window(q.astype(jnp.float32), context, k_b, v_b, *rest, scale=1.0, implementation="mosaic")

@@ -67,8 +67,7 @@ class Case:
 @jax.jit
 def composed(q, context, k_b, v_b, positions, first, shared, before, blocks, free):
     """Window and shared keys expanded, blocks absorbed."""
-    window = mla_window(q, context, k_b, v_b, first, positions + 1, scale=0.3)
-    expanded = merge(*window, *mla_prefill(q, context[shared], k_b, v_b, before, scale=0.3))
+    expanded = mla_window(q, context, k_b, v_b, first, positions + 1, context[shared], before, scale=0.3)
     absorbed = jnp.concatenate((jnp.einsum("thn,hnc->thc", q[..., :NOPE], k_b), q[..., NOPE:]), axis=-1)
     split = absorbed.reshape(-1, QUERIES, *absorbed.shape[1:])
     out, lse = mla_blocks(split, context, blocks, free, block=BLOCK, kv_rank=RANK, scale=0.3)
@@ -150,7 +149,9 @@ def test_window_of_any_ranges(tile: int, monkeypatch: pytest.MonkeyPatch):
     clean, k_b, v_b, q = map(jnp.asarray, (case.context, case.k_b, case.v_b, case.q))
     wanted = reference.mla_masked(q, clean, k_b, v_b, jnp.repeat(jnp.asarray(mask)[:, None], HEADS, 1), scale=0.3)
     case.context[~mask.any(axis=0)] = np.nan
-    got = mla_window(q, jnp.asarray(case.context), k_b, v_b, jnp.asarray(first), jnp.asarray(limit), scale=0.3)
+    unread, before = jnp.full_like(clean[:1], jnp.nan), jnp.zeros(32, jnp.int32)
+    arrays = q, jnp.asarray(case.context), k_b, v_b, jnp.asarray(first), jnp.asarray(limit), unread, before
+    got = mla_window(*arrays, scale=0.3)
     assert_close(got, wanted)
     assert np.isneginf(got[1][7]).all() and not np.asarray(got[0][7]).any()
 
