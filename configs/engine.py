@@ -7,6 +7,7 @@ from typing import Any
 from jaxinfer.configs.attention import Dense, Hybrid, parse_policy
 from jaxinfer.configs.kv_format import FORMATS
 
+ATTENTION_DTYPES = ("auto", "bf16", "fp8")
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
 KV_FORMATS = ("auto", *FORMATS)
 WEIGHTS = ("auto", "random")
@@ -38,6 +39,11 @@ class EngineOptions:
     int8 holds a latent in 8 bits with one scale, fp8_e4m3 and fp8_e5m2 with a scale for 128 numbers; the rotated key
     stays bfloat16.  Decode with int8 rounds its queries to 8 bits as well.
     """
+    attention_dtype: str = "auto"
+    """Type of the products of dense attention in prefill: auto is bf16, which stands for the type of precision.
+
+    fp8 rounds queries, keys, values and the weights of the softmax to e4m3 (`kernels.mla_prefill`).
+    """
     attention: str | Dense | Hybrid = "auto"
     """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto.
 
@@ -66,6 +72,7 @@ class EngineOptions:
         for name, choices in (
             ("precision", PRECISIONS),
             ("kv", KV_FORMATS),
+            ("attention_dtype", ATTENTION_DTYPES),
             ("weights", WEIGHTS),
         ):
             if getattr(self, name) not in choices:

@@ -99,7 +99,10 @@ def _precision(options: EngineOptions, source: ModelSource, on_gpu: bool) -> Pre
     plain = "bf16" if on_gpu else "fp32"
     of_folder = source.quantized or ("fp8" if on_gpu and source.fp8_blocks else plain)
     name = of_folder if options.precision == "auto" else options.precision
-    return Precision.named(name, source.config, jnp.dtype(_TYPES[plain]), first_ffn=not options.unquantized_first_ffn)
+    return replace(
+        Precision.named(name, source.config, jnp.dtype(_TYPES[plain]), first_ffn=not options.unquantized_first_ffn),
+        e4m3_attention=options.attention_dtype == "fp8",
+    )
 
 
 def _anchors(policy: Dense | Hybrid, source: ModelSource) -> Anchors | None:

@@ -9,7 +9,7 @@ from absl import app, flags
 
 from jaxinfer.bundled import BUNDLED_NAMES
 from jaxinfer.configs.attention import POLICY_FORMS
-from jaxinfer.configs.engine import DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
+from jaxinfer.configs.engine import ATTENTION_DTYPES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES
 
 
@@ -75,6 +75,13 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         KV_FORMATS,
         "format of the latent cache: auto is fp32 where --precision is, else bf16; int8 has a scale for each token and "
         "layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16",
+    )
+    flags.DEFINE_enum(
+        "attention_dtype",
+        "auto",
+        ATTENTION_DTYPES,
+        "type of the products of dense attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds "
+        "queries, keys, values and weights to e4m3",
     )
     attention = (
         "which positions a query reads: auto (dense, on a GPU only as far as hybrid is not measured to be faster), or "

@@ -91,7 +91,8 @@ def step_workspace(
         (heads, config.v_head_dim, rank),
     )
     attention = queries + outputs
-    attention += mla_prefill.workspace(*(jax.ShapeDtypeStruct(shape, precision.dtype) for shape in shapes))
+    operands = (jax.ShapeDtypeStruct(shape, precision.dtype) for shape in shapes)
+    attention += mla_prefill.workspace(*operands, e4m3=precision.e4m3_attention)
     if isinstance(policy, Hybrid):
         attention += sparse_workspace(config, policy, capacity, heads, itemsize)
     experts = moe_workspace(config, precision, tokens, rules) if config.num_moe_layers else 0

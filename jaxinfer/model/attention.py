@@ -40,7 +40,7 @@ class Attention(nnx.Module):
     """The attention of one layer, on this rank's heads."""
 
     def __init__(self, config: ModelConfig, precision: Precision):
-        self.config, self.dtype = config, precision.dtype
+        self.config, self.dtype, self.e4m3 = config, precision.dtype, precision.e4m3_attention
         dtype, matrix, latent = precision.dtype, precision.matrix, precision.pieces("latent")
         d, heads = config.hidden_size, config.num_heads
         qk, nope, v = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
                 seen = layout.local_length(positions + 1, source, batch.homes[segment])
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
                 latents = expand(block, self.dtype)
-                out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale)
+                out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale, e4m3=self.e4m3)
                 return merge(partial[0], partial[1], out, lse)
 
             return ring(visit, partial, block, "cp")

@@ -37,6 +37,8 @@ class Precision:
     """A scale for each output channel and token, or for each 128x128 block and 1x128 block (see `kernels.quantize`)."""
     first_ffn: bool = True
     """Whether the first projection of each feed-forward (gate and up) is quantised as well."""
+    e4m3_attention: bool = False
+    """Whether dense attention in prefill multiplies in e4m3."""
 
     @staticmethod
     def named(name: str, config: ModelConfig, unquantized: jnp.dtype, first_ffn: bool = True) -> "Precision":
