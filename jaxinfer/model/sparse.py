@@ -190,10 +190,10 @@ def _queries(q: jax.Array, k_b: jax.Array, batch: PrefillBatch, pages: int, poli
     successive = batch.positions[rows] - start[:, None] == jnp.arange(size)
     # One product writes the whole: the rotary part passes through it by an identity, exactly.
     absorb = jax.vmap(lambda w: jax.scipy.linalg.block_diag(w, jnp.eye(q.shape[2] - nope, dtype=w.dtype)))(k_b)
-    absorbed = jnp.einsum("nqhd,hdc->nqhc", q[rows], absorb, preferred_element_type=q.dtype)
+    absorbed = jnp.einsum("thd,hdc->htc", q[rows.reshape(-1)], absorb, preferred_element_type=q.dtype).swapaxes(0, 1)
     return Queries(
         q=q,
-        absorbed=absorbed,
+        absorbed=absorbed.reshape(*rows.shape, *absorbed.shape[1:]),
         rows=rows,
         valid=(batch.segments[rows] == segments[:, None]) & successive & ~none[:, None],
         start=jnp.where(none, -1, start),

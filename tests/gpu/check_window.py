@@ -227,14 +227,11 @@ def run_kernel(form: str, blocks: str) -> dict[str, Any]:
         keys = TOKENS if "8K" in form else keys
         before = np.arange(TOKENS, dtype=np.int32) + 1 + keys - TOKENS
         places, read = (before,), int(before.sum())
-
-        def attention(q, k, k_rope, v, before):
-            return attend(q, k, k_rope, v, before, **sizes)
     else:
         places, read = (before, start, end), int((before + end - start).sum())
 
-        def attention(q, k, k_rope, v, before, start, end):
-            return attend(q, k, k_rope, v, before, (start, end), **sizes)
+    def attention(q, k, k_rope, v, before, *window):
+        return attend(q, k, k_rope, v, before, window or None, **sizes)
 
     make = jax.jit(functools.partial(expanded, keys)).lower().compile()
     program = jax.jit(attention).lower(*make.out_info, *places).compile()
