@@ -128,11 +128,17 @@ def _rounded(latent):
 
 
 def _split(latent, groups):
-    """Two numbers in e4m3 side by side, `[..., 2 kv_rank]`, whose sum is the latent over its scale."""
-    parts = latent.astype(jnp.float32).reshape(*latent.shape[:-1], groups, -1)
-    high, scale = quantize_latents(latent, groups, jnp.float8_e4m3fn)
-    low = parts / scale[..., None] - high.astype(jnp.float32).reshape(parts.shape)
-    return jnp.concatenate((high, low.reshape(latent.shape).astype(jnp.float8_e4m3fn)), axis=-1), scale
+    """Two numbers in e4m3 side by side, `[..., 2 kv_rank]`, whose sum is the latent over its scale, a power of two.
+
+    A bfloat16 has eight bits, each of the two four: nothing is lost but of numbers far below the group's largest.
+    """
+    numbers = latent.astype(jnp.float32).reshape(*latent.shape[:-1], groups, -1)
+    _, exponent = jnp.frexp(jnp.maximum(jnp.max(jnp.abs(numbers), axis=-1), 1e-30))
+    scale = jnp.ldexp(jnp.float32(1), exponent - 8)
+    numbers = (numbers / scale[..., None]).reshape(latent.shape)
+    high = numbers.astype(jnp.float8_e4m3fn)
+    low = (numbers - high.astype(jnp.float32)).astype(jnp.float8_e4m3fn)
+    return jnp.concatenate((high, low), axis=-1), scale
 
 
 def _attend(shape, tiles_per_page, operands):
@@ -285,13 +291,21 @@ def _scores(shape, operands, lse, scratch):
                     found = jnp.where(key < piece.length - (piece.start + index) * TILE, found, 0.0)
                 return found
 
-            def products(rotated):
+            def products(rotated, first):
+                """With the latent's scores if these are not there yet: both products at a time take more registers."""
                 plgpu.barrier_wait(scratch["rope_full"].at[rope_slot])
                 plgpu.wgmma(rotated, scratch["q_rope"], scratch["rope"].at[rope_slot].transpose((1, 0)))
-                plgpu.barrier_wait(scratch["values_full"].at[slot])
-                return latent_scores(q, q_scales, k_scale, slot, jnp.minimum(done, 0)) + rotated[...] * shape.scale
+                scores = latent() if first is None else first
+                return scores + rotated[...] * shape.scale
 
-            scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
+            def latent():
+                plgpu.barrier_wait(scratch["values_full"].at[slot])
+                return latent_scores(q, q_scales, k_scale, slot, jnp.minimum(done, 0))
+
+            scores = pl.run_scoped(
+                functools.partial(products, first=latent() if shape.floats else None),
+                plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32),
+            )
             if masked:
                 scores = jnp.where(parts.seen(shape, piece, index, first_row), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -162,10 +163,6 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS, constants
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
     layers = 2 if spec == "uneven" or batch == 1 else 3
-    for module in (mosaic, mosaic_8bit, decode_parts):
-        for constant, value in (constants or {}).items():
-            if hasattr(module, constant):
-                setattr(module, constant, value)
     whole = layers_of(kernel_of(kv, processors), layers, decode_parts.count(tokens * heads, processors))
 
     def operands():
@@ -179,7 +176,12 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS, constants
         return q, QuantizedLatents(values, rope, scale)
 
     make = jax.jit(operands).lower().compile()
-    program = jax.jit(whole).lower(*make.out_info, table, lengths).compile()
+    with ExitStack() as changed:
+        for module in (mosaic, mosaic_8bit, decode_parts):
+            for constant, value in (constants or {}).items():
+                if hasattr(module, constant):
+                    changed.enter_context(patch.object(module, constant, value))
+        program = jax.jit(whole).lower(*make.out_info, table, lengths).compile()
     with alone(os.environ[LOCK], HELD_SECONDS):
         arguments = *make(), jnp.asarray(table), jnp.asarray(lengths)
         timing = time_of(lambda _: program(*arguments), jax.block_until_ready, REPEATS)
