@@ -58,6 +58,11 @@ def mla_window(
     return reference.mla_window(*operands, scale=scale)
 
 
+def window_keys(context: int, shared: int, runs: tuple[int, int] | None) -> int:
+    """How many keys the Mosaic form of `mla_window` expands together, of contexts and shared keys of such lengths."""
+    return mosaic.PIECE * (mosaic.ranges_held(context, runs) + -(-shared // mosaic.PIECE))
+
+
 def mla_blocks(
     q: Float[Array, "n Q H latent"],
     context: Float[Array, "S latent"],

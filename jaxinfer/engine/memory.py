@@ -14,10 +14,12 @@ from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.step import Capacity
 from jaxinfer.kernels import mla_prefill
 from jaxinfer.kernels.grouped_moe import ROWS
+from jaxinfer.kernels.mla_sparse import window_keys
 from jaxinfer.kernels.selection import retrieve
 from jaxinfer.model.moe import exchange_tokens
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
+from jaxinfer.model.sparse import window_runs
 from jaxinfer.sharding.rules import Plan, Rules
 
 _SCORE_BYTES = 256 * 2**20
@@ -68,6 +70,14 @@ def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, he
     return gathered + masses + absorbed + lists + selection + _SCORE_BYTES
 
 
+def near_keys(policy: Hybrid, capacity: Capacity) -> int:
+    """Keys that a layer of hybrid attention expands together: windows, sinks and anchors of one sequence."""
+    each = [policy, *(of for _, _, of in policy.layers if isinstance(of, Hybrid))]
+    shared = policy.sinks + capacity.max_context * (2 if policy.anchor_boundaries else 1) // policy.anchor_gap
+    runs = (window_runs(capacity.chunk_size, capacity.layout, of) for of in each)
+    return max(window_keys(capacity.max_context + policy.hot_epoch, shared, of) for of in runs)
+
+
 def step_workspace(
     config: ModelConfig,
     precision: Precision,
@@ -84,9 +94,10 @@ def step_workspace(
     queries = 3 * tokens * heads * config.qk_head_dim * (itemsize + 4)
     outputs = 6 * tokens * heads * config.v_head_dim * 4
     rank = config.kv_lora_rank
+    keys = tile_tokens if isinstance(policy, Dense) else max(tile_tokens, near_keys(policy, capacity))
     shapes = (
         (tokens, heads, config.qk_head_dim),
-        (tile_tokens, config.latent_dim),
+        (keys, config.latent_dim),
         (heads, config.qk_nope_head_dim, rank),
         (heads, config.v_head_dim, rank),
     )
