@@ -3,8 +3,8 @@
 The order of work is that of `attention`: clusters of two thread blocks that share keys and values, one warpgroup that
 copies and two that attend 64 queries each, the product with the values of a tile under the softmax of the next.
 
-**Sums.** The tensor cores keep about 14 bits while they add up e4m3 products, which biases sums of positive weights: as
-FlashAttention-3 (arXiv 2407.08608) does not, every tile of 128 keys gets a fresh accumulator, added to float32 sums.
+**Sums.** The tensor cores keep about 14 bits while they add up e4m3 products, which biases sums of positive weights:
+every tile of 128 keys gets a fresh accumulator, added to float32 sums in registers (arXiv 2412.19437, section 3.3.2).
 
 **Weights.** A factor of each tile and query on that addition makes it free which number is subtracted from the scores
 of a tile.  Here it is such that the sum of the tile's weights would be 12, were it like the tile before: no largest
@@ -12,7 +12,8 @@ score is looked for, weights fit into e4m3 (448) as long as their sum does, whic
 not is the tile weighed again by its own scores.  A mean weight of 12 / 128 = 1.5 x 2^-4 lies in the middle of a
 binade: where all weights are about equal, roundings up and down are, too.  What is rounded to 0 is, of each tile, at
 most 1 % of the tile before (2^-10 of 12 / 128).  Relative to the largest score of all keys, as FlashAttention-3 has
-it (times 2^8), equal weights are rounded one way, and 64K keys beside one that has half of the weight are lost by 2 %.
+it (arXiv 2407.08608; times 2^8), equal weights are rounded one way, by 1 % over 64K keys whose scores differ by 0.01,
+and 64K keys beside one that has half of the weight lose 2 % of theirs.
 """
 
 import dataclasses
@@ -419,7 +420,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
                 scores = seen(pl.run_scoped(scores_again, score_accumulator))
                 release_keys(index)
                 weights, reference = weigh_by_largest(scores, top)
-                part = jnp.where(limit > index * KEYS, _SUM, 0.0)
+                part = jnp.where(limit > index * KEYS, _SUM, 0.0) if masked else jnp.full_like(reference, _SUM)
                 reference = jnp.maximum(reference, top - _RANGE)
                 new_top = jnp.maximum(top, reference)
                 decay = jnp.exp2(top - new_top)
