@@ -42,7 +42,7 @@ def strided(numbers, first, step):
         pairs = [_pair(*found[at : at + 2]) for at in range(0, len(found), 2)]
         return _array(mgpu.WGMMA_LAYOUT.reduce((0,)), (_ROWS,), pairs)
 
-    return read(numbers, first)
+    return read(numbers, first)  # pyright: ignore[reportCallIssue]
 
 
 def load(block, half):
@@ -85,7 +85,7 @@ def load(block, half):
         pair = ir.VectorType.get((2,), ir.F16Type.get())
         return _array(mgpu.WGMMA_LAYOUT, (_ROWS, _ROWS), [mgpu.utils.bitcast(word, pair) for word in registers])
 
-    return read(block)
+    return read(block)  # pyright: ignore[reportCallIssue]
 
 
 _WIDEN = {
@@ -134,7 +134,7 @@ def store(target, half, array):
                 value = _pair(*(llvm.extractelement(r, _i32(which)) for r in registers[2 * index : 2 * index + 2]))
                 llvm.store(value, mgpu.utils.getelementptr(base, [(8 * index + which) * stride], f32), alignment=8)
 
-    write(target, array)
+    write(target, array)  # pyright: ignore[reportCallIssue]
 
 
 def _i32(value):
