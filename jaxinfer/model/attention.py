@@ -1,5 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434): expanded over a ring of latents in prefill, absorbed in decode."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,7 @@ from jaxinfer.configs.attention import Dense
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.cache_write import cache_write
 from jaxinfer.kernels.latents import expand, take_pages
-from jaxinfer.kernels.mla_decode import mla_decode
+from jaxinfer.kernels.mla_decode import decode_schedule, mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.quantized import Activation, Weight
 from jaxinfer.kernels.rope import apply_rope
@@ -34,6 +36,21 @@ def rotations(tables: tuple[jax.Array, jax.Array], positions: jax.Array) -> Rota
     """The rows of `positions [T]` in tables `[positions, rope / 2]`: the same for all layers."""
     cos, sin = (table.at[positions].get(mode="clip") for table in tables)
     return cos, sin
+
+
+def decode_schedules(batch: DecodeBatch, heads: int, layout: Layout, plan: Plan, policies: Policies) -> tuple:
+    """The schedule of `mla_decode` under each of the distinct policies: the same for all layers of a step."""
+    others = [axis for axis in plan.axes("heads", heads) if axis != "cp"]
+    rows = heads // math.prod(lax.axis_size(axis) for axis in others)
+    return tuple(decode_schedule(_whole_lengths(batch, policy, layout), rows) for policy in policies.distinct)
+
+
+def _whole_lengths(batch, policy, layout):
+    """How many keys on this rank each sequence reads that reads all of its context under the policy; else 0."""
+    positions = batch.positions
+    if not isinstance(policy, Dense):
+        positions = jnp.where(sparse.reads_all(positions, policy), positions, -1)
+    return layout.local_length(positions + 1, lax.axis_index("cp"), batch.homes)
 
 
 class Attention(nnx.Module):
@@ -150,15 +167,17 @@ class Attention(nnx.Module):
         others = tuple(axis for axis in head_axes if axis != "cp")
         kinds = {"kv_rank": self.config.kv_lora_rank, "scale": softmax_scale(self.config)}
 
-        def read_all(positions):
-            lengths = layout.local_length(positions + 1, lax.axis_index("cp"), batch.homes)
-            out, lse = mla_decode(q[:, None], cache.latents, layer, batch.page_table, lengths, **kinds)
+        def read_all(policy):
+            lengths = _whole_lengths(batch, policy, layout)
+            schedule = batch.schedules[policies.distinct.index(policy)]
+            where = layer, batch.page_table, lengths
+            out, lse = mla_decode(q[:, None], cache.latents, *where, **kinds, schedule=schedule)
             return out[:, 0], lse[:, 0]
 
         def attend(policy):
+            dense = read_all(policy)
             if isinstance(policy, Dense):
-                return *read_all(batch.positions), cache[1:]
-            dense = read_all(jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1))
+                return *dense, cache[1:]
             kept = sparse_decode.write_means(cache, layer, batch, policy)
             *chosen, kept = sparse_decode.attend(q, kept, layer, batch, layout, policy, others, **kinds)
             return *merge(*dense, *chosen), kept[1:]

@@ -99,6 +99,8 @@ class DecodeBatch:
     """int32 `[R, cp, B]`."""
     sparse: Any = None
     """`SparseDecode`; None where every query reads all of its context."""
+    schedules: Any = None
+    """`attention.decode_schedules`, which each rank adds inside of a step."""
 
 
 type Batch = PrefillBatch | DecodeBatch | SparsePrefill | SparseDecode

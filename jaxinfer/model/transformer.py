@@ -3,6 +3,7 @@
 The functions here run on one rank, inside `jax.shard_map`; `plan` says which mesh axes divide what.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxinfer.cache import Cache
 from jaxinfer.configs.attention import DENSE, Dense, Hybrid
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
-from jaxinfer.model.attention import rotations
+from jaxinfer.model.attention import decode_schedules, rotations
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.block import Block
 from jaxinfer.model.params import Tree, apart, specs, together, use, weight
@@ -59,6 +60,9 @@ class Transformer:
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
         angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+        if isinstance(batch, DecodeBatch):
+            schedules = decode_schedules(batch, self.config.num_heads, layout, plan, self.policies)
+            batch = replace(batch, schedules=schedules)
         first = 0
         for name, group in self.groups.items():
             sliced, whole = apart(group.block, params[name])

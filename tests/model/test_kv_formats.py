@@ -32,9 +32,9 @@ def round_what_is_written(monkeypatch: pytest.MonkeyPatch, name: str):
         key = apply_rope(latents[:, rank:], cos, sin).astype(jnp.bfloat16).astype(jnp.float32)
         return cache.at[layer, page, offset].set(jnp.concatenate((latent, key), axis=-1), mode="drop")
 
-    def decode(q, *arguments, kv_rank, scale):
+    def decode(q, *arguments, kv_rank, scale, schedule):
         q = jnp.concatenate((rounded(q[..., :kv_rank], name), q[..., kv_rank:]), axis=-1)
-        return exact(q, *arguments, kv_rank=kv_rank, scale=scale)
+        return exact(q, *arguments, kv_rank=kv_rank, scale=scale, schedule=schedule)
 
     exact = attention.mla_decode
     monkeypatch.setattr(attention, "cache_write", write)
