@@ -143,9 +143,14 @@ def _by_queries(function, arrays, bytes_per_query):
 
 def _merge(out_a, lse_a, out_b, lse_b):
     """See `jaxinfer.sharding.collectives.merge`."""
-    lse = jnp.logaddexp(lse_a, lse_b)
-    shift = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    return out_a * jnp.exp(lse_a - shift)[..., None] + out_b * jnp.exp(lse_b - shift)[..., None], lse
+    top = jnp.maximum(lse_a, lse_b)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)
+    total = weight_a + weight_b
+    # The weights add up to 1, however large the log-sum-exps are whose last bit is missing.
+    scale = 1.0 / jnp.where(total == 0.0, 1.0, total)
+    out = out_a * (weight_a * scale)[..., None] + out_b * (weight_b * scale)[..., None]
+    return out, shift + jnp.log(total)
 
 
 def _dot(equation, a, b):

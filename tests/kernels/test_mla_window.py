@@ -149,7 +149,7 @@ def test_schedule():
     assert [row[:4] for row in rows] == [[5, 6, 3, 5], [1, 0, 2, 0], [3, 4, 3, 5], [5, 4, -1, 4]]
     assert [row[4] for row in rows] == [2, 0, 0, 2]
     assert [row[8] for row in rows] == [1, 0, 0, 0]
-    assert [row[12] for row in rows] == [3, 2, 3, 0]
+    assert [row[12] for row in rows] == [3, 2, 3, 3]
 
 
 def lower(tokens: int, keys: int, heads: int, runs: tuple[int, int] | None) -> str:
