@@ -484,6 +484,9 @@ def _attend(shape, blocks, scale, operands, out, lse, scratch, warpgroup):
         def _pass_on(index):
             for full, empty in (("k_full", "k_empty"), ("v_full", "v_empty")):
                 wait(full, slot_of(done + index))
+                # One warp arrives at a cluster's barrier for all four.  Without a barrier of the warpgroup the slot
+                # could be filled twice before another warp has looked, which would then wait for ever.
+                plgpu.commit_smem()
                 release(empty, slot_of(done + index))
 
         inverse = jnp.where(total == 0.0, 0.0, 1 / total)
