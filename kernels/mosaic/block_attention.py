@@ -3,8 +3,9 @@
 A persistent grid; thread blocks attend 64 rows (queries times heads that share a list) each, in clusters of two that
 copy every key tile once for both.  Two warpgroups hold the output, half of its columns each, and take turns at the
 list's tiles of 64 keys, scores of the even ones and of the odd ones: while one is at its softmax, the tensor cores have
-the other's products (the order of FlashMLA's decode kernel for Hopper).  Weights go through shared memory, where they
-take the place of the tile's rope part.  A third warpgroup copies.
+the other's products (the order of FlashMLA's decode kernel for Hopper).  Products with the other's values are started
+after the scores, and run during the softmax.  Weights are multiplied from registers, and by the other warpgroup from
+shared memory, where they take the place of the tile's rope part.  A third warpgroup copies.
 
 A tile of keys lies in shared memory once: read along its rows it is K, along its columns V.  There is room for two, so
 each half of a tile's columns makes room for the next as soon as the warpgroup of that half has multiplied it.
@@ -49,11 +50,6 @@ class Shape:
     heads: int
     rank: int
     rope: int
-    cluster: int
-    prefetch: int
-    held: int
-    values_first: bool
-    weights_in_registers: bool
     scale: float
 
     @property
@@ -69,6 +65,11 @@ class Shape:
     def row_tiles(self) -> int:
         """Of a list."""
         return self.queries * self.heads // TILE
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks that share the copies of keys."""
+        return 2 if self.row_tiles % 2 == 0 else 1
 
     @property
     def items(self) -> int:
@@ -188,21 +189,8 @@ def _copy(shape, operands, scratch):
             for rows, outer, heads in _runs(shape, number, row_tile):
                 plgpu.copy_gmem_to_smem(operands["q"].at[outer, heads], scratch["q"].at[0, rows], scratch["q_full"])
 
-        def ahead(index):
-            """Fetches a block into the L2, for all thread blocks that read the list."""
-            mine = lax.rem(index, jnp.int32(shape.row_tiles)) == row_tile
-
-            @pl.when(mine & (index < count))
-            def _():
-                first = lax.div(operands["entries"][number, index], jnp.int32(4)) * BLOCK
-                for start in range(0, shape.rank + shape.rope, 3 * TILE):
-                    width = min(3 * TILE, shape.rank + shape.rope - start)
-                    plgpu.async_prefetch(operands["context"].at[pl.ds(first, BLOCK), pl.ds(start, width)])
-
         def block(index, done):
             entry = operands["entries"][number, index]
-            if shape.prefetch:
-                ahead(index + shape.prefetch)
             for slot in range(2):
                 tile = lax.div(entry, jnp.int32(4)) * 2 + slot
                 rows = pl.ds(tile * TILE, TILE)
@@ -257,51 +245,26 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["empty"].at[_place(half, slot)])
 
-    def multiply_values(accumulator, slot, zero):
-        plgpu.wgmma(accumulator, scratch["rope"].at[slot + zero], scratch["values"].at[half, slot + zero])
-
     def start_other(accumulator, zero):
         wait("weights_full", other)
         wait("values_full", _place(half, other))
-        multiply_values(accumulator, other, zero)
+        plgpu.wgmma(accumulator, scratch["rope"].at[other + zero], scratch["values"].at[half, other + zero])
 
-    def held_queries():
-        """The last tiles of columns of the queries as the products with the keys take them, in registers."""
-        starts = [shape.rank, *range((2 - half) * shape.half - TILE, (1 - half) * shape.half - 1, -TILE)][: shape.held]
-        return {start: plgpu.load(scratch["q"].at[0, :, pl.ds(start, TILE)], layout=_WGMMA) for start in starts}
-
-    def scores_of(entry, queries, start_values):
+    def scores_of(entry, start_values):
         """Scores of the own tile without and with the mask; `start_values` starts products with the other's values."""
         zero = _zero(entry)
 
-        def multiply(scores, start, end, keys):
-            if start < end:
-                plgpu.wgmma(scores, scratch["q"].at[zero, :, start:end], keys.transpose((1, 0)))
-
-        def multiply_keys(scores, part):
-            wait("values_full", _place(part, own))
-            keys = scratch["values"].at[part, own + zero]
-            first, last = part * shape.half, (part + 1) * shape.half
-            held = [start for start in range(first, last, TILE) if start in queries]
-            multiply(scores, first, min(held, default=last), keys.at[:, : min(held, default=last) - first])
-            for start in held:
-                plgpu.wgmma(scores, queries[start], keys.at[:, pl.ds(start - first, TILE)].transpose((1, 0)))
+        def multiply(scores, start, keys):
+            queries = scratch["q"].at[zero, :, start : start + keys.shape[1]]
+            plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
 
         def products(scores):
-            if start_values is not None and shape.values_first:
-                start_values(zero)
-            multiply_keys(scores, half)
-            if start_values is not None and shape.values_first:
-                plgpu.wgmma_wait(1)
-                release(other)
-            multiply_keys(scores, 1 - half)
+            for part in (half, 1 - half):
+                wait("values_full", _place(part, own))
+                multiply(scores, part * shape.half, scratch["values"].at[part, own + zero])
             wait("rope_full", own)
-            keys = scratch["rope"].at[own + zero]
-            if shape.rank in queries:
-                plgpu.wgmma(scores, queries[shape.rank], keys.transpose((1, 0)))
-            else:
-                multiply(scores, shape.rank, shape.rank + shape.rope, keys)
-            if start_values is None or shape.values_first:
+            multiply(scores, shape.rank, scratch["rope"].at[own + zero])
+            if start_values is None:
                 return scores[...]
             start_values(zero)
             return plgpu.wgmma_accumulator_load(scores, wait_n=1)
@@ -317,21 +280,18 @@ def _attend_half(shape, operands, out, lse, scratch, half):
     def weigh(accumulator, entry, scores, shift, after_other):
         """Adds the own tile, weighted; returns the sums of its weights."""
         weights = jnp.exp2(scores * shape.scale - across(shift, TILE))
-        if after_other and not shape.values_first:
+        if after_other:
             plgpu.wgmma_wait(0)
             release(other)
         sums = jnp.sum(weights, axis=1)
-        weights = weights.astype(jnp.bfloat16)
-        if shape.weights_in_registers:
-            weights = lax.optimization_barrier(weights)
-            plgpu.wgmma(accumulator, weights, scratch["values"].at[half, own + _zero(entry)])
+        # Rounded once, for the product from registers and for the other warpgroup.
+        weights = lax.optimization_barrier(weights.astype(jnp.bfloat16))
+        plgpu.wgmma(accumulator, weights, scratch["values"].at[half, own + _zero(entry)])
         # No warp overwrites the rope part that another's product still reads.
         plgpu.commit_smem()
         scratch["rope"].at[own][...] = weights
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["weights_full"].at[own])
-        if not shape.weights_in_registers:
-            multiply_values(accumulator, own, _zero(entry))
         plgpu.wgmma_wait(0)
         return sums
 
@@ -349,7 +309,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         def step(index, state):
             entry, shift, total = state
             next_entry = entry_of(index + 1)
-            _, scores = scores_of(entry, queries, functools.partial(start_other, accumulator))
+            _, scores = scores_of(entry, functools.partial(start_other, accumulator))
             queries_read(index)
             total = total + weigh(accumulator, entry, scores, shift, True)
             if half == 0:
@@ -358,9 +318,9 @@ def _attend_half(shape, operands, out, lse, scratch, half):
                 pl.when(index < count - 1)(lambda: release(own))
             return next_entry, shift, total
 
-        entry, queries = entry_of(0), held_queries()
+        entry = entry_of(0)
         if half == 0:
-            all_scores, scores = scores_of(entry, queries, None)
+            all_scores, scores = scores_of(entry, None)
             queries_read(0)
             shift = jnp.max(all_scores, axis=1) * shape.scale + _MARGIN
             scratch["shift"][...] = shift

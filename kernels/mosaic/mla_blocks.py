@@ -1,6 +1,5 @@
 """`mla_blocks` for Hopper: what the kernel reads of the lists, its rows, and query blocks that it cannot do."""
 
-import dataclasses
 import math
 
 import jax
@@ -10,26 +9,6 @@ from jax import lax
 from jaxinfer.kernels.mosaic.block_attention import BLOCK, Shape, attend
 from jaxinfer.kernels.mosaic.decode_parts import TILE
 from jaxinfer.kernels.reference import mla_sparse as reference
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How the kernel runs.
-
-    Attributes:
-        cluster: thread blocks that share the copies of keys, 1 or 2; 1 where a list has an odd number of row tiles.
-        prefetch: how many blocks ahead of the copies into shared memory keys are fetched into the L2; 0: not at all.
-        held: tiles of 64 columns of the queries that the warpgroups hold in registers.
-        weights_in_registers: whether the product of a tile's weights with the half of the warpgroup that has them reads
-            them from registers; else from shared memory, as the other's does.
-        values_first: whether products with the other warpgroup's weights are started before the scores, or after.
-    """
-
-    cluster: int = 2
-    prefetch: int = 2
-    held: int = 0
-    values_first: bool = True
-    weights_in_registers: bool = False
 
 
 def reason_against(q: jax.Array, context: jax.Array, block: int, kv_rank: int) -> str | None:
@@ -45,11 +24,10 @@ def reason_against(q: jax.Array, context: jax.Array, block: int, kv_rank: int) -
     return None
 
 
-def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocessors, plan=None):
+def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocessors):
     """See `jaxinfer.kernels.mla_sparse`; `multiprocessors` is the number of thread blocks that run at a time."""
     n, queries, heads, dim = q.shape
     groups = blocks.shape[1]
-    plan = plan or Plan()
     of_list = heads // groups
     entries, counts, bias = lists(blocks, free, block)
     rows = queries * of_list
@@ -61,7 +39,6 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
         flat = q.reshape(n, queries, groups, of_list, dim).swapaxes(1, 2).reshape(n, groups, rows, dim)
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - rows), (0, 0))).reshape(n, groups * padded, dim)
         sizes = 1, padded
-    row_tiles = sizes[0] * sizes[1] // TILE
     shape = Shape(
         lists=n * groups,
         groups=groups,
@@ -69,11 +46,6 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
         heads=sizes[1],
         rank=kv_rank,
         rope=dim - kv_rank,
-        cluster=plan.cluster if row_tiles % plan.cluster == 0 else 1,
-        prefetch=plan.prefetch,
-        held=plan.held,
-        values_first=plan.values_first,
-        weights_in_registers=plan.weights_in_registers,
         scale=scale * math.log2(math.e),
     )
     operands = {"q": flat, "context": context, "entries": entries, "counts": counts, "bias": bias}

@@ -10,14 +10,11 @@ import pytest
 
 from jaxinfer.kernels.mla_sparse import mla_blocks
 from jaxinfer.kernels.mosaic import mla_blocks as mosaic
-from jaxinfer.kernels.mosaic.mla_blocks import Plan
 from jaxinfer.kernels.reference import mla_sparse as reference
 from tests.kernels.interpreter import interpreted
 from tests.kernels.products import lower_for_cuda
 
 ROPE, SCALE, KEYS = 64, 0.1, 1024
-PLAN = Plan(cluster=1, prefetch=0)
-"""The interpreter knows no prefetch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +58,9 @@ def sizes_of(kind: Kind) -> dict:
     return {"block": kind.block, "kv_rank": kind.rank, "scale": SCALE}
 
 
-def compare(kind: Kind, operands: tuple, plan: Plan, capsys, monkeypatch, processors: int = 4):
+def compare(kind: Kind, operands: tuple, capsys, monkeypatch, processors: int = 4):
     sizes = sizes_of(kind)
-    run = functools.partial(mosaic.mla_blocks, **sizes, multiprocessors=processors, plan=plan)
+    run = functools.partial(mosaic.mla_blocks, **sizes, multiprocessors=processors)
     with interpreted(capsys, monkeypatch):
         out, lse = jax.block_until_ready(jax.jit(run)(*operands))
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
@@ -77,21 +74,12 @@ def compare(kind: Kind, operands: tuple, plan: Plan, capsys, monkeypatch, proces
 
 
 CASES = {
-    "two queries in a row tile": (Kind(queries=4, heads=64), PLAN),
-    "clusters": (Kind(n=1, queries=8, heads=32, masked=0.02), Plan(cluster=2, prefetch=0)),
-    "padded rows": (Kind(n=1, queries=32, heads=4, groups=4, masked=0.02), PLAN),
-    "two tiles of queries in registers": (
-        Kind(n=1, queries=4, heads=32, rank=256),
-        Plan(cluster=1, prefetch=0, held=2),
-    ),
-    "weights in registers": (
-        Kind(n=1, queries=4, heads=32),
-        Plan(cluster=1, prefetch=0, values_first=False, weights_in_registers=True),
-    ),
-    "two row tiles of a query": (Kind(n=1, queries=1, heads=256), PLAN),
-    "an odd number of row tiles has no clusters": (Kind(n=1, queries=3, heads=128), Plan(cluster=2, prefetch=0)),
-    "padded rows, 256 numbers": (Kind(n=1, queries=8, heads=12, rank=256), PLAN),
-    "blocks of 256": (Kind(n=1, queries=8, heads=16, block=256, listed=2, masked=0.02), PLAN),
+    "two queries in a row tile": Kind(n=1, queries=8, heads=64, masked=0.02),
+    "an odd number of row tiles has no clusters": Kind(queries=2, heads=64),
+    "padded rows": Kind(n=1, queries=32, heads=4, groups=4, masked=0.02),
+    "two row tiles of a query": Kind(n=1, queries=1, heads=256),
+    "padded rows, 256 numbers": Kind(n=1, queries=8, heads=12, rank=256),
+    "blocks of 256": Kind(n=1, queries=8, heads=16, block=256, listed=2, masked=0.02),
 }
 COMMON = list(CASES)[:3]
 """The others take their time."""
@@ -99,8 +87,7 @@ COMMON = list(CASES)[:3]
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COMMON else [pytest.mark.slow]) for n in CASES])
 def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    kind, plan = CASES[name]
-    compare(kind, case(kind), plan, capsys, monkeypatch)
+    compare(CASES[name], case(CASES[name]), capsys, monkeypatch)
 
 
 ONE_TILE = Kind(n=1, queries=2, heads=32, groups=1, listed=3)
@@ -120,14 +107,14 @@ def one_tile(factors: list[float]) -> tuple:
 def test_later_scores_may_be_much_larger_and_smaller(factors, capsys, monkeypatch):
     """By some 90 nats: the weights stay in range, and the reference is not asked."""
     monkeypatch.setattr(mosaic, "_mended", lambda q, context, blocks, free, out, lse, sizes: (out, lse))
-    compare(ONE_TILE, one_tile(factors), PLAN, capsys, monkeypatch)
+    compare(ONE_TILE, one_tile(factors), capsys, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the weights overflow
 def test_weights_out_of_range_are_left_to_the_reference(capsys, monkeypatch):
-    compare(ONE_TILE, one_tile([0.1, 5.0, 0.1]), PLAN, capsys, monkeypatch)
+    compare(ONE_TILE, one_tile([0.1, 5.0, 0.1]), capsys, monkeypatch)
     monkeypatch.setattr(mosaic, "_mended", lambda q, context, blocks, free, out, lse, sizes: (out, lse))
-    run = functools.partial(mosaic.mla_blocks, **sizes_of(ONE_TILE), multiprocessors=4, plan=PLAN)
+    run = functools.partial(mosaic.mla_blocks, **sizes_of(ONE_TILE), multiprocessors=4)
     with interpreted(capsys, monkeypatch):
         _, lse = jax.block_until_ready(jax.jit(run)(*one_tile([0.1, 5.0, 0.1])))
     assert np.isnan(lse).any()
