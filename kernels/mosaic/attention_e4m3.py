@@ -92,7 +92,8 @@ def attend(
     padding = -tokens % (_TOGETHER * ROWS)
     limits = jnp.pad(key_limit, (0, padding))
     order, rows = schedule(limits, KEYS)
-    factors = jnp.pad(operands.q_scale * (scale * _LOG2_E), ((0, 0), (0, padding)))
+    # Not 0 for queries that are not there: a hidden score of -inf times 0 is NaN, and NaN has every tile weighed again.
+    factors = jnp.pad(operands.q_scale * (scale * _LOG2_E), ((0, 0), (0, padding)), constant_values=1.0)
     inputs = vars(operands) | {"q_scale": factors, "limits": limits, "schedule": order, "rows": rows}
 
     def body(operands, out, lse):

@@ -33,7 +33,6 @@ from jaxinfer.kernels.mosaic.attention_e4m3 import KEYS, Blocks, attend, value_o
 from jaxinfer.kernels.reference.expansion import E4M3, Operands
 from tests.gpu.check_mla_prefill import (
     HEADS,
-    HELD_SECONDS,
     LOCK,
     TIMED,
     TOKENS,
@@ -50,27 +49,29 @@ BIAS_BOUND, LSE_BOUND = 5e-3, 2e-3
 NORM_BOUND = {"normal": 4e-2, "rising": 1e-1, "falling": 1e-1, "heavy": 1e-1}
 """Roundings of weights in a mean of values of both signs; of positive values `POSITIVE_BOUND`."""
 POSITIVE_BOUND = 1e-2
+PRODUCTS = 32
+"""Of e4m3 numbers, which tensor cores add up at a time: see `score_bound`."""
 SCALE = 192**-0.5
 MULTIPROCESSORS = 132
 FLASH_ATTENTION_3 = {"8K": " (FlashAttention-3 915)", "8K, no mask": "", "64K": " (FlashAttention-3 967)"}
-REPEATS, CASE_SECONDS = 12, 60
+REPEATS, CASE_SECONDS, HELD_SECONDS = 12, 60, 8
 
 CHECKS = {
     "odd lengths": Check(1003, 2999, 5, "causal"),
     "near-uniform positive, 64K": Check(256, 65536, 2, data="uniform"),
     "near-uniform positive, 512K": Check(256, 524288, 2, data="uniform"),
-    "positive, 64K": Check(256, 65536, 2, data="positive"),
     "one key of half the weight, 64K": Check(256, 65536, 2, data="sink"),
-    "one key of half the weight, 512K": Check(256, 524288, 2, data="sink"),
     "heavy tails": Check(256, 16384, 2, "causal", "heavy"),
+    "rising scores, random limits": Check(777, 1111, 3, "random", "rising"),
+    "falling scores": Check(1003, 2999, 5, "causal", "falling"),
+    "keys of 192": Check(500, 1500, 3, "causal", nope=192),
+    "one tile": Check(128, 128, 1),
     "random limits": Check(777, 1111, 3, "random"),
     "segments": Check(2048, 1024, 16, "segments"),
     "rising scores": Check(1003, 2999, 5, "causal", "rising"),
-    "rising scores, random limits": Check(777, 1111, 3, "random", "rising"),
-    "falling scores": Check(1003, 2999, 5, "causal", "falling"),
+    "positive, 64K": Check(256, 65536, 2, data="positive"),
+    "one key of half the weight, 512K": Check(256, 524288, 2, data="sink"),
     "bundled": Check(500, 3000, 4, "causal", nope=64),
-    "keys of 192": Check(500, 1500, 3, "causal", nope=192),
-    "one tile": Check(128, 128, 1),
     "more than 2^31 elements of output": Check(139264, 256, 128, "causal"),
     "more than 2^31 elements of keys": Check(200, 139264, 128, "causal"),
 }
@@ -124,8 +125,20 @@ def moved(operands: Operands) -> Operands:
     return dataclasses.replace(operands, v=groups.reshape(v.shape))
 
 
+def score_bound(check: Check, largest: np.ndarray) -> np.ndarray:
+    """How far scores may be off for which `largest` is the largest absolute value.
+
+    Tensor cores shift 32 products and what was summed before to the largest exponent of them, and drop what is below
+    2^-13 of it, towards zero.  So every addend loses at most 2^-13 of the largest score; signs are mixed, and losses
+    grow as the square root of their number.  The largest errors on a card were 1.0 to 1.4 times those of this arithmetic
+    on the CPU, of fewer rows.
+    """
+    steps = (check.nope + check.rope) / PRODUCTS
+    return (steps * (PRODUCTS + 1)) ** 0.5 * 2.0**-13 * largest
+
+
 def expected(check: Check, rows: np.ndarray, heads: list[int], limit: jax.Array, operands: Operands):
-    """Output `[H, T, v]` and log-sum-exp `[H, T]` of some rows and heads, in float32."""
+    """Output `[H, T, v]`, log-sum-exp and largest absolute score `[H, T]` of some rows and heads, in float32."""
 
     def wide(array):
         return array.astype(jnp.float32)
@@ -134,10 +147,12 @@ def expected(check: Check, rows: np.ndarray, heads: list[int], limit: jax.Array,
         keys = jnp.concatenate((wide(operands.k[:, head]), wide(operands.k_rope)), axis=1)
         queries = jnp.concatenate((wide(operands.q[rows, head]), wide(operands.q_rope[rows, head])), axis=1)
         scores = jnp.dot(queries, keys.T, precision="highest") * (SCALE * operands.q_scale[head, rows])[:, None]
-        scores = jnp.where(jnp.arange(len(keys)) < limit[rows][:, None], scores, -jnp.inf)
+        seen = jnp.arange(len(keys)) < limit[rows][:, None]
+        largest = jnp.max(jnp.where(seen, jnp.abs(scores), 0), axis=1)
+        scores = jnp.where(seen, scores, -jnp.inf)
         weights = jnp.nan_to_num(jax.nn.softmax(scores, axis=1))
         out = jnp.dot(weights, wide(operands.v[head]).T, precision="highest") * operands.v_scale[head]
-        return out, jax.nn.logsumexp(scores, axis=1)
+        return out, jax.nn.logsumexp(scores, axis=1), largest
 
     return jax.lax.map(one, jnp.asarray(heads))
 
@@ -160,26 +175,40 @@ def run_check(name: str, multiprocessors: int = MULTIPROCESSORS) -> dict[str, An
     ]
     with alone(os.environ[LOCK], HELD_SECONDS):
         operands = make()
-        wanted, wanted_lse = jax.device_get(programs[1](limit, operands))
+        wanted, wanted_lse, largest = jax.device_get(programs[1](limit, operands))
         out, lse, finite = jax.device_get(programs[0](limit, order(operands)))
-    bound = NORM_BOUND.get(check.data, POSITIVE_BOUND)
-    answer = verdict(out, lse, wanted, wanted_lse, np.asarray(limit)[rows] > 0, bound, bool(finite))
+    bound, scores = NORM_BOUND.get(check.data, POSITIVE_BOUND), score_bound(check, largest)
+    answer = verdict(out, lse, wanted, wanted_lse, np.asarray(limit)[rows] > 0, bound, scores, bool(finite))
     return answer | {"spent": "2^31" in name}  # a process keeps what it has allocated
 
 
-def verdict(out, lse, wanted, wanted_lse, seen: np.ndarray, bound: float, finite: bool = True) -> dict[str, Any]:
-    """Errors of `[H, T, v]` and `[H, T]`, where only some of the T queries see a key."""
+def verdict(
+    out, lse, wanted, wanted_lse, seen: np.ndarray, bound: float, scores: np.ndarray | float = 0.0, finite: bool = True
+) -> dict[str, Any]:
+    """Errors of `[H, T, v]` and `[H, T]`, where only some of the T queries see a key and scores may be off by so much.
+
+    A log-sum-exp is off by no more than the scores, but for what weights and sums are.
+    """
     out, wanted = out.astype(np.float64), wanted.astype(np.float64)
     error = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
     bias = float((out - wanted).sum() / np.abs(wanted).sum())
     of_rows = np.abs((out - wanted).sum(axis=2) / np.maximum(np.abs(wanted).sum(axis=2), 1e-30))
-    some, wanted_some = lse[:, seen], wanted_lse[:, seen]
-    lse_error = float(np.max(np.abs(some - wanted_some) / np.maximum(1, np.abs(wanted_some) / 64)))
-    good = finite and error <= bound and abs(bias) <= BIAS_BOUND and lse_error <= LSE_BOUND
-    good &= bool((out[:, ~seen] == 0).all() and np.isneginf(lse[:, ~seen]).all())
-    said = f"{'ok' if good else 'BAD'} error {error:.1e}, signed {bias:+.1e} (of a row {of_rows.max():.1e} at most)"
-    said += f", log-sum-exp {lse_error:.1e}"
-    return {"said": said} if good else {"said": said, "failed": f"; bounds {bound}, {BIAS_BOUND}, {LSE_BOUND}"}
+    wrong = np.abs(lse[:, seen] - wanted_lse[:, seen])
+    allowed = LSE_BOUND * np.maximum(1, np.abs(wanted_lse[:, seen]) / 64) + np.broadcast_to(scores, lse.shape)[:, seen]
+    of_bound = float(np.max(wrong / allowed))
+    empty = bool((out[:, ~seen] == 0).all() and np.isneginf(lse[:, ~seen]).all())
+    said = f"error {error:.1e}, signed {bias:+.1e} (of a row {of_rows.max():.1e} at most)"
+    said += f", log-sum-exp {wrong.max():.1e}, {of_bound:.2f} of its bound"
+    # A NaN fails every comparison.
+    held = {
+        f"error <= {bound}": error <= bound,
+        f"signed error <= {BIAS_BOUND}": abs(bias) <= BIAS_BOUND,
+        "log-sum-exp within its bound": of_bound <= 1,
+        "finite": finite,
+        "nothing where no key is seen": empty,
+    }
+    broken = [what for what, holds in held.items() if not holds]
+    return {"said": f"BAD {said}", "failed": f"not {', '.join(broken)}"} if broken else {"said": f"ok {said}"}
 
 
 def public_operands(tokens: int, keys: int, heads: int) -> tuple[jax.Array, ...]:
@@ -247,21 +276,20 @@ def run_operation(name: str, e4m3: bool) -> dict[str, Any]:
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     """The most important first."""
     checks = {f"check {name}": functools.partial(run_check, name) for name in CHECKS}
-    first = list(checks)[:5]
-    found: dict[str, Callable[[], dict[str, Any]]] = {name: checks[name] for name in first}
+    found: dict[str, Callable[[], dict[str, Any]]] = {name: checks[name] for name in list(checks)[:8]}
+    found["check the public operation"] = run_public
     for name in TIMED:
         found[f"time {name}: chosen"] = functools.partial(run_time, name, "chosen")
         found[f"time {name}: bfloat16"] = functools.partial(run_bfloat16, name, "chosen")
         found[f"time {name}: cuDNN in bfloat16"] = functools.partial(run_cudnn, name)
-    found["check the public operation"] = run_public
+    for blocks in ("3 stages", "5 stages"):
+        found |= {f"time {name}: {blocks}": functools.partial(run_time, name, blocks) for name in ("8K", "64K")}
+    for name in ("64K", "8K"):
+        found[f"time {name}: operation in e4m3"] = functools.partial(run_operation, name, True)
+    found["time 8K: weighed again"] = functools.partial(run_time, "8K", "chosen", -1.0)
     found |= {name: case for name, case in checks.items() if "2^31" not in name}
-    for name in ("8K", "64K"):
-        for e4m3 in (True, False):
-            form = "e4m3" if e4m3 else "bfloat16"
-            found[f"time {name}: operation in {form}"] = functools.partial(run_operation, name, e4m3)
     for name in TIMED:
         found |= {f"time {name}: {blocks}": functools.partial(run_time, name, blocks) for blocks in BLOCKS}
-        found[f"time {name}: weighed again"] = functools.partial(run_time, name, "chosen", -1.0)
     return found | checks
 
 
@@ -269,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=150, help="cases without an answer by then are left out")
+    parser.add_argument("--seconds", type=float, default=80, help="cases without an answer by then are left out")
     parser.add_argument("--workers", type=int, default=10)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,18 @@ def test_equal_weights_are_not_biased(capsys: pytest.CaptureFixture):
     assert np.abs(bias).max() < 1e-3
 
 
+def test_rows_that_fill_up_a_block_see_nothing(capsys: pytest.CaptureFixture):
+    """NaN there would be cut off, but have every tile of the block weighed again."""
+    q, latents, k_b, v_b = case(10, 72, 130, 1, 64, 64, 64)
+    made = mosaic.operands(q, latents, k_b, v_b, jnp.int32(130))
+    limit = jnp.full(72, 130, jnp.int32)
+    with interpreted(capsys):
+        out, lse = attention_e4m3.attend(made, limit, scale=0.1, blocks=Blocks(stages=2), multiprocessors=2)
+        out, lse = np.asarray(out), np.asarray(lse)
+    assert len(out) == 256 and np.all(out[72:] == 0) and np.all(np.isneginf(lse[:, 72:]))
+    assert np.all(np.isfinite(lse[:, :72]))
+
+
 def test_what_was_not_written_is_never_read(capsys: pytest.CaptureFixture):
     q, latents, k_b, v_b = case(4, 100, 200, 2, 64, 64, 64)
     compare(q, latents.at[90:].set(jnp.nan), k_b, v_b, np.arange(100) * 90 // 99, capsys)
