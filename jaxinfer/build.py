@@ -219,8 +219,12 @@ def _capacity(
 
 
 def _tile_tokens(on_gpu: bool) -> int:
-    """Tokens of context per rank that prefill attention reads, and sends around the ring, at a time."""
-    return 4096 if on_gpu else 512
+    """Tokens of context per rank that prefill attention reads, and sends around the ring, at a time.
+
+    Each tile's result is merged with that of those before: 8,192 queries on 64K tokens took an H200 77.1 ms a layer in
+    tiles of 4,096, 71.5 in tiles of 8,192 and 69.4 in tiles of 16,384, which a short prompt pays for: it expands one.
+    """
+    return 8192 if on_gpu else 512
 
 
 def _rope(config: ModelConfig, positions: int, mesh: Mesh) -> Tree:
