@@ -5,7 +5,7 @@ copies and two that attend 64 queries each, the product with the values of a til
 
 **Sums.** The tensor cores keep about 14 bits while they add up e4m3 products, which biases sums of positive weights:
 every tile of 128 keys gets a fresh accumulator, added to float32 sums in registers (arXiv 2412.19437, section 3.3.2).
-Scores of 192 products are off both ways, by 2^-10 of a query's largest score at most.
+Scores of 192 products are off both ways, by up to about 2^-10 of a query's largest score.
 
 **Weights.** A factor of each tile and query on that addition makes it free which number is subtracted from the scores
 of a tile.  Here it is such that the sum of the tile's weights would be 12, were it like the tile before: no largest
