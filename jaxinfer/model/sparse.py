@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 
 from jaxinfer.cache import RECORDED, Cache
 from jaxinfer.configs.attention import Hybrid
@@ -268,11 +270,15 @@ def _choose(masses, candidates, hot, policy):
 
 def _attend_far(queries, v_b, context, selection, mine, tokens, policy, scale):
     """Attention of the query blocks that are `mine` to their lists, by token: `[T, H, v]` and `[T, H]`."""
-    dtype, rank = queries.q.dtype, v_b.shape[2]
+    dtype, (heads, _, rank) = queries.q.dtype, v_b.shape
     sizes = {"block": policy.block, "kv_rank": rank, "scale": scale}
     latent, of_block = mla_blocks(queries.absorbed, context.latents, selection.blocks, context.free, **sizes)
-    values = jnp.einsum("nqhc,hvc->hnqv", latent.astype(dtype), v_b, preferred_element_type=jnp.float32)
-    rows = jnp.where(queries.valid & mine[:, None], queries.rows, tokens)
-    out = jnp.zeros((tokens, *v_b.shape[:2]), jnp.float32).at[rows].set(jnp.moveaxis(values, 0, 2), mode="drop")
-    lse = jnp.full((tokens, v_b.shape[0]), -jnp.inf, jnp.float32).at[rows].set(of_block, mode="drop")
-    return out, lse
+    # cuBLAS reads the heads where they lie; XLA would move all of the latents before.
+    latent = with_layout_constraint(latent.reshape(-1, heads, rank).swapaxes(0, 1), ArrayLayout((1, 0, 2)))
+    values = jnp.einsum("hrc,hvc->hrv", latent.astype(dtype), v_b, preferred_element_type=jnp.float32)
+    # Read by token, which becomes a part of the merge: out of range where none of these blocks has the token.
+    none = queries.rows.size
+    rows = jnp.where(queries.valid & mine[:, None], queries.rows, tokens).reshape(-1)
+    place = jnp.full(tokens, none, jnp.int32).at[rows].set(jnp.arange(none, dtype=jnp.int32), mode="drop")
+    out = values.swapaxes(0, 1).at[place].get(mode="fill", fill_value=0.0)
+    return out, of_block.reshape(none, heads).at[place].get(mode="fill", fill_value=-jnp.inf)

@@ -1,8 +1,8 @@
 """Checks and times the block-sparse attention on one Hopper GPU: `python -m tests.gpu.check_mla_blocks [--out DIR]`.
 
 Cases run in processes of their own (see `jaxinfer.bench.workers`), which compile side by side and take turns on the
-GPU: comparisons with the reference in float32, and times of every plan of the kernel at the size of DeepSeek-V3, 8,192
-queries that read 2,560 keys each.  Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is
+GPU: comparisons with the reference in float32, and times at the size of DeepSeek-V3, 8,192 queries that read 2,560 keys
+each, last without parts of the work.  Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is
 broken.
 """
 
@@ -30,7 +30,6 @@ from jaxinfer.bench import workers
 from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.kernels.mosaic import mla_blocks as mosaic
-from jaxinfer.kernels.mosaic.mla_blocks import Plan
 from jaxinfer.kernels.reference import mla_sparse as reference
 
 MODULE = "tests.gpu.check_mla_blocks"
@@ -51,8 +50,8 @@ class Size:
     """Sizes of a case.
 
     Attributes:
-        anchors: how many keys do not count, about one in so many; 0: none.
-        lists: `drawn` as real ones are, of `odd` lengths from 0 on, or `same`: the same few blocks again and again.
+        anchors: how many keys do not count, about one in so many.
+        lists: `drawn` as real ones are, or of `odd` lengths from 0 on.
         spread: standard deviation of the scores, in nats.
         sample: query blocks that are compared.
     """
@@ -74,41 +73,19 @@ V3 = Size(n=256, heads=128, groups=4, keys=65536, listed=20, sample=3)
 CHECKED = {
     "small": Size(n=3, heads=128, groups=4, keys=4096, listed=3),
     "odd lists": Size(n=9, heads=128, groups=4, keys=8192, listed=8, lists="odd", anchors=40),
-    "no anchors": Size(n=4, heads=128, groups=4, keys=8192, listed=8, anchors=0),
     "V3, 64K keys": V3,
     "V3, 1M keys, beyond 2^29 elements": dataclasses.replace(V3, keys=2**20),
     "scores far apart": Size(n=4, heads=128, groups=4, keys=8192, listed=8, spread=30.0),
     "weights that leave float32": Size(n=2, heads=128, groups=4, keys=8192, listed=8, spread=120.0),
-    "16 heads, 1 group": Size(n=5, heads=16, groups=1, keys=8192, listed=8, lists="odd"),
     "4 heads of 256 numbers": Size(n=5, heads=4, groups=4, keys=8192, listed=8, rank=256, lists="odd"),
     "20 heads": Size(n=3, heads=20, groups=4, keys=8192, listed=8, lists="odd"),
-    "64 heads, 1 group": Size(n=3, heads=64, groups=1, keys=8192, listed=8),
 }
-PLANS = {
-    "clusters": Plan(cluster=2, prefetch=0),
-    "clusters, fetched ahead": Plan(cluster=2, prefetch=2),
-    "clusters, 2 held": Plan(cluster=2, prefetch=0, held=2),
-    "clusters, weights in registers": Plan(cluster=2, prefetch=0, weights_in_registers=True),
-    "clusters, values after": Plan(cluster=2, prefetch=0, values_first=False),
-    "single": Plan(cluster=1, prefetch=0),
-    "clusters, 1 held, weights in registers": Plan(cluster=2, prefetch=0, held=1, weights_in_registers=True),
-    "clusters, values after, weights in registers": Plan(
-        cluster=2, prefetch=0, values_first=False, weights_in_registers=True
-    ),
-    "clusters, 2 held, values after": Plan(cluster=2, prefetch=0, held=2, values_first=False),
-    "clusters, 2 held, fetched ahead": Plan(cluster=2, prefetch=2, held=2),
-    "clusters, fetched 4 ahead": Plan(cluster=2, prefetch=4),
-    "single, fetched ahead": Plan(cluster=1, prefetch=2),
-}
-MAIN = "clusters", "clusters, fetched ahead"
-"""Plans that are timed with every context."""
 LEFT_OUT = "nothing", "exponentials", "most of the copies", "products with values", "most products with keys"
+"""Parts of the work; without `nothing` is the kernel as it is, but for query blocks that the reference computes."""
 TIMED = {
     "64K": V3,
     "256K": dataclasses.replace(V3, keys=2**18),
     "512K": dataclasses.replace(V3, keys=2**19),
-    "64K, no anchors": dataclasses.replace(V3, anchors=0),
-    "64K, the same blocks": dataclasses.replace(V3, lists="same"),
 }
 
 
@@ -132,7 +109,7 @@ def blocks_of(size: Size) -> np.ndarray:
 def free_of(size: Size) -> np.ndarray:
     """bool `[S]`; of odd lists, the first block of the first group that has one counts nowhere."""
     rng = np.random.default_rng(7)
-    free = rng.random(size.keys) >= (1 / size.anchors if size.anchors else 0)
+    free = rng.random(size.keys) >= 1 / size.anchors
     if size.lists == "odd":
         first = blocks_of(size)[1, 0, 0]
         free[first * BLOCK : (first + 1) * BLOCK] = False
@@ -165,11 +142,11 @@ def sizes_of(size: Size) -> dict[str, Any]:
     return {"block": BLOCK, "kv_rank": size.rank, "scale": SCALE}
 
 
-def kernel_of(size: Size, plan: Plan | None) -> Callable:
-    return functools.partial(mosaic.mla_blocks, **sizes_of(size), multiprocessors=PROCESSORS, plan=plan)
+def kernel_of(size: Size) -> Callable:
+    return functools.partial(mosaic.mla_blocks, **sizes_of(size), multiprocessors=PROCESSORS)
 
 
-def check(size: Size, plan: Plan | None) -> dict[str, Any]:
+def check(size: Size) -> dict[str, Any]:
     blocks, free = blocks_of(size), free_of(size)
     sample = np.unique(np.linspace(0, size.n - 1, min(size.n, size.sample)).astype(np.int32))
 
@@ -179,7 +156,7 @@ def check(size: Size, plan: Plan | None) -> dict[str, Any]:
 
     make = jax.jit(functools.partial(operands_of, size)).lower().compile()
     q, context = make.out_info
-    kernel = jax.jit(kernel_of(size, plan)).lower(q, context, blocks, free).compile()
+    kernel = jax.jit(kernel_of(size)).lower(q, context, blocks, free).compile()
     part = jax.ShapeDtypeStruct((len(sample), *q.shape[1:]), q.dtype)
     exact = jax.jit(exact).lower(part, context, blocks[sample], free).compile()
     with alone(os.environ[LOCK], HELD_SECONDS):
@@ -235,12 +212,12 @@ def left_out(part: str) -> Iterator[None]:
         yield
 
 
-def measure(size: Size, plan: Plan, part: str | None = None) -> dict[str, Any]:
+def measure(size: Size, part: str | None = None) -> dict[str, Any]:
     """TFLOP/s of all listed keys, of the kernel alone and of the operation; the kernel rested and in steady work."""
     blocks, free = jnp.asarray(blocks_of(size)), jnp.asarray(free_of(size))
     make = jax.jit(functools.partial(operands_of, size)).lower().compile()
     with left_out(part) if part else nullcontext():
-        program = jax.jit(kernel_of(size, plan)).lower(*make.out_info, blocks, free).compile()
+        program = jax.jit(kernel_of(size)).lower(*make.out_info, blocks, free).compile()
     pairs = int(jnp.sum(blocks >= 0)) * BLOCK * size.queries * (size.heads // size.groups)
     flops = 2.0 * pairs * (2 * size.rank + ROPE)
     with alone(os.environ[LOCK], HELD_SECONDS):
@@ -260,30 +237,19 @@ def measure(size: Size, plan: Plan, part: str | None = None) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    """Most important first: the plan that users get, its checks, then the other plans."""
-    checks = {f"check {name}": functools.partial(check, size, None) for name, size in CHECKED.items()}
-    plans = {
-        f"check plan {name}": functools.partial(check, dataclasses.replace(V3, n=8, keys=8192), plan)
-        for name, plan in PLANS.items()
-    }
-    times = {f"time {keys}: {name}": functools.partial(measure, TIMED[keys], plan) for keys, name, plan in timed()}
-    parts = {f"time 64K without {part}": functools.partial(measure, V3, PLANS["clusters"], part) for part in LEFT_OUT}
+    """Most important first."""
+    checks = {f"check {name}": functools.partial(check, size) for name, size in CHECKED.items()}
+    times = {f"time {keys}": functools.partial(measure, size) for keys, size in TIMED.items()}
+    parts = {f"time 64K without {part}": functools.partial(measure, V3, part) for part in LEFT_OUT}
     first = {name: checks.pop(name) for name in ("check small", "check V3, 64K keys", "check odd lists")}
-    early = {name: run for name, run in times.items() if name.startswith("time 64K: ")}
-    return first | early | checks | parts | times | plans
-
-
-def timed() -> Iterator[tuple[str, str, Plan]]:
-    for name, plan in PLANS.items():
-        for keys in TIMED if name in MAIN else ("64K",):
-            yield keys, name, plan
+    return first | times | checks | parts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=150, help="cases without an answer by then are left out")
+    parser.add_argument("--seconds", type=float, default=40, help="cases without an answer by then are left out")
     parser.add_argument("--workers", type=int, default=10)
     arguments = parser.parse_args()
     begin = time.monotonic()
