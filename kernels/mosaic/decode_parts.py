@@ -164,15 +164,18 @@ def pieces(shape, operands, init, function):
     return lax.while_loop(condition, body, (operands["first"][part], init))[1]
 
 
-def seen(shape, piece, index, first_row):
-    """Which keys of the tile each row may see, from that row of the sequence on: those up to its own token's."""
-    layout = plgpu.Layout.WGMMA
-    key = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
+def seen(shape, piece, index, first_row, row_axis=0, rows=TILE):
+    """Which keys of the tile each row may see, from that row of the sequence on: those up to its own token's.
+
+    So many rows along one axis, keys along the other.
+    """
+    sizes = (rows, TILE) if row_axis == 0 else (TILE, rows)
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, sizes, layout=plgpu.Layout.WGMMA)
+    key = iota(1 - row_axis)
     limit = piece.length - (piece.start + index) * TILE
     if shape.tokens == 1:
         return key < limit
-    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout) + first_row
-    token = jnp.minimum(lax.div(row, jnp.int32(shape.heads)), shape.tokens - 1)
+    token = jnp.minimum(lax.div(iota(row_axis) + first_row, jnp.int32(shape.heads)), shape.tokens - 1)
     return key < limit - (shape.tokens - 1) + token
 
 

@@ -9,9 +9,10 @@ INT8: scores are exact: int8 queries times int8 keys in int32, multiplied by the
 rotated parts in bfloat16.  The weights of the softmax carry the scales of the keys; the largest scale of a key so far
 keeps them in the range of float16.
 
-8-bit floats: a query is the sum of two numbers in e4m3, which together have as many bits as bfloat16.  Scores of each
-group of columns are summed by themselves and multiplied by the scales of both.  Values are multiplied by their scales
-when they are widened.
+8-bit floats: Hopper's products of them keep 14 bits of a sum, too few, so keys are widened to float16 in registers as
+well, and their product is turned round too: `S^T = K Q^T`.  Queries are float16 over a power of two, which loses nothing
+of bfloat16.  Scores of each group of columns are summed by themselves and multiplied by its scales.  Values are
+multiplied by their scales when they are widened.
 
 Weights and values are float16, which has three bits more than bfloat16.
 """
@@ -37,6 +38,8 @@ _ROPE_STAGES = 2
 _REGISTERS = {True: (152, 176), False: (200, 152)}
 """Of the score warpgroup and a value warpgroup: of 64 heads, whose output takes 128 of these, and of fewer."""
 _SCORES = 2
+_TURNED = False
+"""Whether scores of few heads are turned round for int8 as well: their softmax has fewer columns then."""
 _COLUMNS = transposed.COLUMNS
 """Columns of 8 bits that lie side by side in shared memory, and of an 8-bit float's scale."""
 _LARGEST_WEIGHT = 2.0**15
@@ -61,9 +64,18 @@ class _Shape(parts.Shape):
         return _STAGES[self.floats]
 
     @property
+    def turned(self) -> bool:
+        """Whether scores are keys by heads, not heads by keys."""
+        return self.floats or (_TURNED and self.width < TILE)
+
+    @property
+    def scores(self) -> tuple[int, int]:
+        return (TILE, self.width) if self.turned else (TILE, TILE)
+
+    @property
     def held(self) -> int:
         """Columns of the queries that lie in registers, the first ones."""
-        return 0 if self.floats else self.half
+        return 0 if self.turned else self.half
 
     @property
     def groups(self) -> int:
@@ -108,13 +120,13 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
     )
     q = q.reshape(batch, tokens * heads, dim)
     q = jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0)))
-    latent, q_scale = _split(q[..., :kv_rank], shape.groups) if shape.floats else _rounded(q[..., :kv_rank])
+    latent, q_scale = (_half_precision if shape.floats else _rounded)(q[..., :kv_rank])
     tiles_per_page = page_size // TILE
     tiles = layers * pages * tiles_per_page
     operands = {
         "q": latent,
         "q_rope": q[..., kv_rank:],
-        "q_scale": q_scale.swapaxes(1, 2) * shape.scale,
+        "q_scale": q_scale[..., 0] * shape.scale,
         "values": cache.values.reshape(tiles, TILE, kv_rank),
         "rope": cache.rope.reshape(tiles, TILE, rope),
         "scale": cache.scale.reshape(tiles, TILE * shape.groups),
@@ -127,18 +139,12 @@ def _rounded(latent):
     return quantize_latents(latent, 1, jnp.int8)
 
 
-def _split(latent, groups):
-    """Two numbers in e4m3 side by side, `[..., 2 kv_rank]`, whose sum is the latent over its scale, a power of two.
-
-    A bfloat16 has eight bits, each of the two four: nothing is lost but of numbers far below the group's largest.
-    """
-    numbers = latent.astype(jnp.float32).reshape(*latent.shape[:-1], groups, -1)
-    _, exponent = jnp.frexp(jnp.maximum(jnp.max(jnp.abs(numbers), axis=-1), 1e-30))
-    scale = jnp.ldexp(jnp.float32(1), exponent - 8)
-    numbers = (numbers / scale[..., None]).reshape(latent.shape)
-    high = numbers.astype(jnp.float8_e4m3fn)
-    low = (numbers - high.astype(jnp.float32)).astype(jnp.float8_e4m3fn)
-    return jnp.concatenate((high, low), axis=-1), scale
+def _half_precision(latent):
+    """Queries in float16 over a power of two for each head, columns in the order of `transposed.rows`."""
+    latent = latent.astype(jnp.float32)
+    _, exponent = jnp.frexp(jnp.maximum(jnp.max(jnp.abs(latent), axis=-1, keepdims=True), 1e-30))
+    scale = jnp.ldexp(jnp.float32(1), exponent - 15)
+    return transposed.ordered(latent / scale).astype(jnp.float16), scale
 
 
 def _attend(shape, tiles_per_page, operands):
@@ -148,8 +154,8 @@ def _attend(shape, tiles_per_page, operands):
         "values": parts.tiles((2, shape.stages, TILE, shape.half), shape.values),
         "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
         "weights": parts.tiles((_ROPE_STAGES, TILE, TILE), jnp.dtype(jnp.float16)),
-        "q": parts.tiles((1, TILE, q_columns), operands["q"].dtype),
-        "q_rope": parts.tiles((TILE, shape.rope), shape.dtype),
+        "q": parts.tiles((1, shape.scores[1], q_columns), operands["q"].dtype),
+        "q_rope": parts.tiles((shape.scores[1], shape.rope), shape.dtype),
         "scale": plgpu.SMEM((2, shape.stages, TILE * shape.groups), jnp.float32),
         "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
         "inverse": plgpu.SMEM((TILE,), jnp.float32),
@@ -182,7 +188,12 @@ def _attend(shape, tiles_per_page, operands):
         thread_name="wg",
         kernel_name="mla_decode_8bit",
         # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # Of the four warps' largest scores, each in two numbers of 32 lanes for eight heads.
+            reduction_scratch_bytes=128 * shape.width if shape.turned else 0,
+            unsafe_no_auto_barriers=True,
+        ),
     )(operands)
 
 
@@ -208,17 +219,20 @@ def _slots(shape, done):
 def _scores(shape, operands, lse, scratch):
     """The score warpgroup: weights of the softmax, tile after tile, and the log-sum-exp of each piece."""
     first_row = lax.axis_index("block") * TILE
-    rows = pl.ds(first_row, TILE)
+    heads = shape.scores[1]
+    rows = pl.ds(first_row, heads)
     blocks = range(shape.rank // _COLUMNS)
+    head_axis = 1 if shape.turned else 0
+    head_layout, key_layout = (_COLUMN, _ROW) if shape.turned else (_ROW, _COLUMN)
 
-    def per_row(value):
-        return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
+    def per_head(value):
+        return plgpu.layout_cast(jnp.full((heads,), value, jnp.float32), head_layout)
 
-    def down(row):
-        return lax.broadcast_in_dim(row, (TILE, TILE), [0])
+    def of_heads(array):
+        return lax.broadcast_in_dim(array, shape.scores, [head_axis])
 
-    def across(column):
-        return lax.broadcast_in_dim(column, (TILE, TILE), [1])
+    def of_keys(array):
+        return lax.broadcast_in_dim(array, shape.scores, [1 - head_axis])
 
     def inverse_read(finished):
         """Waits until the piece before has been scaled."""
@@ -228,120 +242,132 @@ def _scores(shape, operands, lse, scratch):
             plgpu.barrier_wait(scratch["inverse_empty"])
 
     def queries(sequence):
-        """For each block of columns the operands that its keys are multiplied by, and the scales of its queries.
-
-        Those that are not held in registers are columns of shared memory.
-        """
-        rest = pl.ds(shape.held, operands["q"].shape[-1] - shape.held)
+        """The blocks of columns that are held in registers, and the scales; the others are put in shared memory."""
+        rest = pl.ds(shape.held, shape.rank - shape.held)
         plgpu.copy_gmem_to_smem(operands["q"].at[sequence, rows, rest], scratch["q"].at[0], scratch["q_full"])
         plgpu.copy_gmem_to_smem(operands["q_rope"].at[sequence, rows], scratch["q_rope"], scratch["q_full"])
-
-        def block(start):
-            if start < shape.held:
-                source = operands["q"].at[sequence, rows, pl.ds(start, _COLUMNS)]
-                return plgpu.load(source, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
-            return pl.ds(start - shape.held, _COLUMNS)
-
-        starts = range(0, operands["q"].shape[-1], shape.rank)
-        found = [[block(start + number * _COLUMNS) for start in starts] for number in blocks]
-        scales = [
-            plgpu.load(operands["q_scale"].at[sequence, group, rows], layout=_ROW, optimized=False)
-            for group in range(shape.groups)
+        held = [
+            plgpu.load(
+                operands["q"].at[sequence, rows, pl.ds(start, _COLUMNS)],
+                layout=plgpu.Layout.WGMMA_8BIT,
+                optimized=False,
+            )
+            for start in range(0, shape.held, _COLUMNS)
         ]
+        scale = plgpu.load(operands["q_scale"].at[sequence, rows], layout=head_layout, optimized=False)
         plgpu.barrier_wait(scratch["q_full"])
-        return found, scales
+        return held, scale
 
-    def latent_scores(q, q_scales, k_scale, slot, zero):
+    def latent_scores(held, q_scale, k_scale, slot, zero):
         """Scores without the rotated part; `k_scale(group)` gives the scales of the keys."""
 
         def multiply(accumulator, number):
             half, start = divmod(number * _COLUMNS, shape.half)
-            keys = scratch["values"].at[half, slot, :, pl.ds(start, _COLUMNS)].transpose((1, 0))
-            for operand in q[number]:
-                operand = scratch["q"].at[zero, :, operand] if isinstance(operand, pl.Slice) else operand
-                plgpu.wgmma(accumulator, operand, keys)
+            keys = scratch["values"].at[half, slot, :, pl.ds(start, _COLUMNS)]
+            start = number * _COLUMNS - shape.held
+            if shape.floats:
+                for half in range(2):
+                    q = scratch["q"].at[zero, :, pl.ds(start + half * TILE, TILE)].transpose((1, 0))
+                    plgpu.wgmma(accumulator, transposed.rows(keys, half), q)
+            elif shape.turned:
+                plgpu.wgmma(accumulator, keys, scratch["q"].at[zero, :, pl.ds(start, _COLUMNS)].transpose((1, 0)))
+            else:
+                q = held[number] if start < 0 else scratch["q"].at[zero, :, pl.ds(start, _COLUMNS)]
+                plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
 
-        def product(accumulator, numbers):
-            for number in numbers:
-                multiply(accumulator, number)
-            return accumulator[...]
+        def products(accumulators, first):
+            for offset, accumulator in enumerate(accumulators):
+                for number in [first + offset] if shape.floats else blocks:
+                    multiply(accumulator, number)
+            return [accumulator[...] for accumulator in accumulators]
 
-        scores = None
-        for group in range(shape.groups):
-            found = pl.run_scoped(
-                functools.partial(product, numbers=[group] if shape.floats else blocks),
-                plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32 if shape.floats else jnp.int32),
-            )
-            found = found.astype(jnp.float32) * down(q_scales[group]) * across(k_scale(group))
-            scores = found if scores is None else scores + found
-        return scores
+        scores, at_once = None, shape.groups if shape.width < TILE else 1
+        for first in range(0, shape.groups, at_once):
+            accumulator = plgpu.WGMMAAccumulatorRef(shape.scores, jnp.float32 if shape.floats else jnp.int32)
+            found = pl.run_scoped(functools.partial(products, first=first), [accumulator] * at_once)
+            for group, one in enumerate(found, first):
+                scaled = one.astype(jnp.float32) * of_keys(k_scale(group))
+                scores = scaled if scores is None else scores + scaled
+        return scores * of_heads(q_scale)
 
     def piece_scores(piece, state):
         done, finished = state
-        q, q_scales = queries(piece.sequence)
+        held, q_scale = queries(piece.sequence)
 
         def tile(index, state, masked):
             done, top, total, bound = state
             slot, rope_slot = _slots(shape, done)
 
-            def k_scale(group):
-                found = _by_key(scratch["scale"].at[0, slot], group, shape.groups)
+            def k_scale(group, layout=key_layout):
+                found = _by_key(scratch["scale"].at[0, slot], group, shape.groups, layout)
                 if masked:
-                    key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_COLUMN)
+                    key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout)
                     found = jnp.where(key < piece.length - (piece.start + index) * TILE, found, 0.0)
                 return found
 
             def products(rotated, first):
                 """With the latent's scores if these are not there yet: both products at a time take more registers."""
                 plgpu.barrier_wait(scratch["rope_full"].at[rope_slot])
-                plgpu.wgmma(rotated, scratch["q_rope"], scratch["rope"].at[rope_slot].transpose((1, 0)))
+                rope = scratch["rope"].at[rope_slot]
+                left, right = (rope, scratch["q_rope"]) if shape.turned else (scratch["q_rope"], rope)
+                plgpu.wgmma(rotated, left, right.transpose((1, 0)))
                 scores = latent() if first is None else first
                 return scores + rotated[...] * shape.scale
 
             def latent():
                 plgpu.barrier_wait(scratch["values_full"].at[slot])
-                return latent_scores(q, q_scales, k_scale, slot, jnp.minimum(done, 0))
+                return latent_scores(held, q_scale, k_scale, slot, jnp.minimum(done, 0))
 
             scores = pl.run_scoped(
                 functools.partial(products, first=latent() if shape.floats else None),
-                plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32),
+                plgpu.WGMMAAccumulatorRef(shape.scores, jnp.float32),
             )
             if masked:
-                scores = jnp.where(parts.seen(shape, piece, index, first_row), scores, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            # A row that has seen no key yet would subtract infinity from infinity.
+                scores = jnp.where(parts.seen(shape, piece, index, first_row, head_axis, heads), scores, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1 - head_axis))
+            # A head that has seen no key yet would subtract infinity from infinity.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-            weights = jnp.exp2(scores - down(shift))
+            weights = jnp.exp2(scores - of_heads(shift))
             factor = jnp.exp2(top - shift)
-            total = total * factor + jnp.sum(weights, axis=1)
+            if shape.turned:
+                # Of each key by itself until the end: warps meet to add up.
+                total = total * of_heads(factor) + weights
+            else:
+                total = total * factor + jnp.sum(weights, axis=1)
             if shape.floats:
                 weights = weights * _LARGEST_WEIGHT
             else:
-                scale = k_scale(0)
-                before, bound = bound, jnp.maximum(bound, jnp.max(scale))
+                before, bound = bound, jnp.maximum(bound, jnp.max(k_scale(0, _COLUMN)))
                 factor = factor * (before / bound)
-                weights = weights * across(scale * (_LARGEST_WEIGHT / bound))
+                weights = weights * of_keys(k_scale(0) * (_LARGEST_WEIGHT / bound))
 
             # The values are done with the tile before the last.
             @pl.when(done >= _ROPE_STAGES)
             def _():
                 plgpu.barrier_wait(scratch["weights_empty"].at[rope_slot])
 
-            scratch["weights"].at[rope_slot][...] = weights.astype(jnp.float16)
-            scratch["factor"].at[rope_slot][...] = factor
+            weights = weights.astype(jnp.float16)
+            if shape.turned:
+                transposed.store_transposed(scratch["weights"].at[rope_slot, pl.ds(0, heads)], weights)
+            else:
+                scratch["weights"].at[rope_slot][...] = weights
+            scratch["factor"].at[rope_slot, pl.ds(0, heads)][...] = factor
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["weights_full"].at[rope_slot])
             return done + 1, new_top, total, bound
 
-        state = done, per_row(-jnp.inf), per_row(0.0), jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
+        total = per_head(0.0)
+        bound = jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
+        state = done, per_head(-jnp.inf), of_heads(total) if shape.turned else total, bound
         state = lax.fori_loop(0, piece.clear, lambda i, s: tile(i, s, False), state)
         done, top, total, bound = lax.fori_loop(piece.clear, piece.tiles, lambda i, s: tile(i, s, True), state)
+        total = jnp.sum(total, axis=0) if shape.turned else total
         empty = total == 0.0
         divisor = jnp.where(empty, 1.0, total)
         lse.at[piece.result, rows][...] = jnp.where(empty, -jnp.inf, top * math.log(2) + jnp.log(divisor))
 
         inverse_read(finished)
-        scratch["inverse"][...] = (bound / _LARGEST_WEIGHT) / divisor
+        scratch["inverse"].at[pl.ds(0, heads)][...] = (bound / _LARGEST_WEIGHT) / divisor
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["inverse_full"])
         return done, finished + 1
@@ -405,7 +431,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                     scratch["values"].at[warpgroup, slot, :, pl.ds(group * _COLUMNS, _COLUMNS)], half
                 )
                 if shape.floats:
-                    scale = _by_key(scratch["scale"].at[warpgroup, slot], first_group + group, shape.groups)
+                    scale = _by_key(scratch["scale"].at[warpgroup, slot], first_group + group, shape.groups, _COLUMN)
                     scale = (scale * (1 / _SCALE_UNIT)).astype(jnp.float16)
                     found = found * lax.broadcast_in_dim(scale, found.shape, [1])
                 if written is not None:
@@ -467,8 +493,8 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
     parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)
 
 
-def _by_key(scales, group, groups):
+def _by_key(scales, group, groups, layout):
     """The scales `[keys]` of a group, from `[keys x groups]` in shared memory."""
     if groups == 1:
-        return plgpu.load(scales, layout=_COLUMN)
-    return transposed.strided(scales, jnp.int32(group), groups)
+        return plgpu.load(scales, layout=layout, optimized=False)
+    return transposed.strided(scales, jnp.int32(group), groups, layout)

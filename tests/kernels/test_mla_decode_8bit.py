@@ -41,33 +41,46 @@ def store(target, half: int, array: jax.Array) -> None:
         target.at[:, pl.ds(32 * warp + 16 * half, 16)][...] = rows.transpose(2, 1, 0).reshape(-1, 16)
 
 
-def strided(numbers, first, step: int) -> jax.Array:
+def rows(block, half: int) -> jax.Array:
+    """`transposed.rows` in jnp."""
+    return transposed.ordered(block[...].astype(jnp.float16)[:, 64 * half : 64 * half + 64])
+
+
+def store_transposed(target, array: jax.Array) -> None:
+    """`transposed.store_transposed` in jnp."""
+    target[...] = array.T
+
+
+def strided(numbers, first, step: int, layout) -> jax.Array:
     """`transposed.strided` in jnp."""
     return numbers[...].reshape(-1, step)[:, first]
 
 
 INT8, E4M3, E5M2 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
 CASES = {
-    # type, tokens, heads, page size, lengths, thread blocks
-    "int8, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], 3),
-    "int8, one long": (INT8, 1, 16, 128, [900, 3, 1], 5),
-    "int8, four tokens": (INT8, 4, 16, 64, [1, 66, 131], 1),
-    "e4m3, lengths around a page": (E4M3, 1, 16, 64, [0, 65, 129], 3),
-    "e4m3, four tokens": (E4M3, 4, 16, 64, [1, 66], 1),
-    "e5m2, 20 heads": (E5M2, 1, 20, 64, [65, 200], 2),
+    # type, tokens, heads, page size, lengths, scores of int8 turned round, thread blocks
+    "int8, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], False, 3),
+    "int8 turned, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], True, 3),
+    "int8, one long": (INT8, 1, 16, 128, [900, 3, 1], False, 5),
+    "int8, four tokens": (INT8, 4, 16, 64, [1, 66, 131], True, 1),
+    "int8 turned, 20 heads": (INT8, 1, 20, 64, [65, 200], True, 2),
+    "e4m3, lengths around a page": (E4M3, 1, 16, 64, [0, 65, 129], False, 3),
+    "e4m3, four tokens": (E4M3, 4, 16, 64, [1, 66], False, 1),
+    "e5m2, 20 heads": (E5M2, 1, 20, 64, [65, 200], False, 2),
 }
-SLOW = "one long", "e4m3, four", "e5m2"
+SLOW = "one long", "e4m3, four", "20 heads"
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if any(s in n for s in SLOW) else []) for n in CASES]
 )
 def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    *kind, processors = CASES[name]
+    *kind, turned, processors = CASES[name]
     q, *rest = case(*kind)
     run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
-    plain_parts = patch.multiple(transposed, load=load, store=store, strided=strided)
-    with interpreted(capsys, monkeypatch), plain_parts:
+    plain_parts = {function.__name__: function for function in (load, rows, store, store_transposed, strided)}
+    monkeypatch.setattr(mosaic, "_TURNED", turned)
+    with interpreted(capsys, monkeypatch), patch.multiple(transposed, **plain_parts):
         out, lse = jax.block_until_ready(jax.jit(run)(q, *rest))
     wanted, wanted_lse = mla_decode(q.astype(jnp.float32), *rest, kv_rank=RANK, scale=SCALE)
     # For the second product weights are rounded to float16, and values of 8-bit floats times their scales.
