@@ -5,9 +5,10 @@ Four cases in processes of their own, which get ready side by side and then take
 * `smoke`: a small model whose hybrid policy has budgets for everything, its logits against dense ones;
 * `layer`: the attention of one layer of DeepSeek-V3 over 8,192 rows at the end of a context, by part;
 * `hybrid`, `dense`: four layers of DeepSeek-V3's width with 32 experts, through `LLM`: time to first token, each chunk,
-  tokens after it, and memory.
+  tokens after it, and memory.  Both have two turns, of which the second is the last to come.
 
-What a case has found is printed at once, and a table last.  `--small` tries the script without a GPU.
+What a case has found is printed at once, and a table last.  A case that hangs is ended, and the others go on.
+`--small` tries the script without a GPU.
 """
 
 import argparse
@@ -66,7 +67,13 @@ EVERYTHING = (
 DIVERGENCE = 1e-3
 """Bound on the median KL divergence of the smoke test, as in `check_engine`: other orders of summation in bfloat16."""
 DECODED = 12
-LONGEST_TURN = {"smoke": 30.0, "layer": 45.0, "hybrid": 70.0, "dense": 130.0}
+LONGEST_TURN = {"smoke": 60.0, "hybrid": 40.0, "dense": 45.0, "layer": 30.0}
+"""Seconds of the first turn of each case; the second may take what is left."""
+GRACE = 8.0
+"""Seconds after its turn in which a case ends its step, or is ended."""
+WAIT_SHARE, READY_SHARE = 0.5, 0.65
+"""Shares of the time: until the first, who is ready waits for cases before it; after the second, those that are still
+not ready are ended, as they may hang."""
 
 
 def prompt(length: int, vocab_size: int) -> list[int]:
@@ -86,7 +93,8 @@ class Turn:
 
     def wait(self, **ready: Any) -> None:
         say(event="ready", **ready)
-        self.until = time.monotonic() + float(sys.stdin.readline())
+        seconds = float(sys.stdin.readline())
+        self.until = time.monotonic() + seconds
 
     @property
     def over(self) -> bool:
@@ -95,6 +103,7 @@ class Turn:
 
 def smoke(small: bool, turn: Turn) -> None:
     """Logits of a small random model with budgets for everything, against dense."""
+    turn.wait()
     length = 1024 if small else 4096
     ids, rows = prompt(length, SMALL["vocab_size"]), list(range(63, length, 64))
     logits, tokens = {}, {}
@@ -125,7 +134,6 @@ def smoke(small: bool, turn: Turn) -> None:
     )
     good = bool(np.isfinite(divergence)) and divergence < DIVERGENCE and agreement > 0.95
     say(event="row", said=said, good=good)
-    turn.wait()
 
 
 def opened(options: EngineOptions) -> LLM:
@@ -139,16 +147,16 @@ def layer(small: bool, turn: Turn) -> None:
     mesh = meshes.make(meshes.parse(""))
     sizes = SMALL if small else WIDE
     config = preset("deepseek-v3", sizes | {"num_hidden_layers": 1, "first_k_dense_replace": 1})
-    contexts = (2048, 4096) if small else (65536, 262144, 524288)
-    chunk, tile, repeats = (512, 256, 1) if small else (8192, 4096, 6)
+    contexts = (4096, 2048) if small else (524288, 65536, 262144)
+    chunk, tile, repeats = (512, 256, 1) if small else (8192, 8192, 6)
     hybrid = parse_policy("hybrid:window=512,dense_below=512,candidates=32") if small else PRESETS["balanced"]
     policies = {"hybrid": hybrid.for_heads(config.num_heads), "dense": DENSE}
-    layers = {name: Layer(config, of, contexts[-1], chunk, 64, tile, mesh) for name, of in policies.items()}
+    layers = {name: Layer(config, of, contexts[0], chunk, 64, tile, mesh) for name, of in policies.items()}
     batches = {name: {c: of.batch(c) for c in contexts} for name, of in layers.items()}
 
     def ready(name: str) -> tuple[Callable, float]:
         begin = time.monotonic()
-        shapes = layers[name].shapes(batches[name][contexts[-1]])
+        shapes = layers[name].shapes(batches[name][contexts[0]])
         program = jax.jit(layers[name].step, donate_argnums=2).lower(*shapes).compile()
         return program, time.monotonic() - begin
 
@@ -167,7 +175,7 @@ def layer(small: bool, turn: Turn) -> None:
             call = timed_calls(program, cache, lambda cache, batch=batch: (weights, x, cache, rope, batch))
             finite = bool(jnp.all(jnp.isfinite(call(0))))
             del cache
-            timing = measure(call, jax.block_until_ready, repeats if name == "hybrid" else min(repeats, 3))
+            timing = measure(call, jax.block_until_ready, repeats if name == "hybrid" else min(repeats, 2))
             parts, strange = by_part(timing.kernels, part_of_kernels(program.as_text()))
             say(
                 event="row",
@@ -183,8 +191,12 @@ def layer(small: bool, turn: Turn) -> None:
 
 
 def prompts(attention: str, small: bool, turn: Turn) -> None:
-    """Prompts of several lengths through `LLM`, each chunk timed."""
-    lengths, chunk = ((2048, 4096), 512) if small else ((65536, 524288), 8192)
+    """Prompts of several lengths through `LLM`, each chunk timed.
+
+    Hybrid computes the longest in its first turn.  Dense computes the shortest and half of the longest: how long the
+    prompts between would take, its first chunks tell.
+    """
+    lengths, chunk = ((1024, 2048, 4096), 512) if small else ((65536, 131072, 262144, 524288), 8192)
     changes = {"precision": "fp32", "overrides": SMALL, "attention": attention} if small else {}
     if small and attention == "hybrid":
         changes["attention"] = "hybrid:window=512,dense_below=1024,hot_epoch=512,candidates=32,retrieve_blocks=4"
@@ -202,25 +214,62 @@ def prompts(attention: str, small: bool, turn: Turn) -> None:
     begin = time.monotonic()
     with opened(EngineOptions(**(options | changes))) as llm:
         loaded = time.monotonic() - begin
-        first = one_prompt(llm, chunk, lambda: False)
         runner = llm.engine.runner
         assert isinstance(runner, Runner)
+        compiled = compile_steps(runner, chunk)
+        warm = time.monotonic()
+        one_prompt(llm, chunk, lambda _: False)
+        warm = time.monotonic() - warm
         held = {
             name: sum(array.nbytes for array in jax.tree.leaves(tree)) / 1e9
             for name, tree in (("weights", runner.params), ("cache", runner.cache))
         }
-        compiled = first["chunks"][0] + sum(first["tokens"])
-        turn.wait(loaded=round(loaded), compiled=round(compiled), gb=held | {"peak": peak_gigabytes()})
-        for length in lengths:
-            one_prompt(llm, length, lambda: turn.over)
+        known = {"loaded": round(loaded), "compiled": compiled, "first prompt": round(warm)}
+        turn.wait(**known, gb=held | {"peak": peak_gigabytes()})
+        *others, longest = lengths
+        if attention == "hybrid":
+            one_prompt(llm, longest, lambda _: turn.over)
+            turn.wait()
+            for length in others:
+                one_prompt(llm, length, lambda _: turn.over)
+            return
+        waited = False
+
+        def over(chunks: int) -> bool:
+            nonlocal waited
+            if not waited and (turn.over or chunks == longest // chunk // 2):
+                waited = True
+                turn.wait()
+            return turn.over
+
+        one_prompt(llm, others[0], over)
+        one_prompt(llm, longest, over)
+
+
+def compile_steps(runner: Runner, chunk: int) -> dict[str, int]:
+    """Compiles a whole chunk's prefill and decode of one sequence side by side; seconds that each took."""
+    programs, batcher, nobody = runner._programs, runner._batcher, [[]]
+    batches = {"prefill": batcher.prefill(nobody, chunk).batch, "decode": batcher.decode(nobody, 1)}
+    batches = {name: runner._put(batch) for name, batch in batches.items()}
+
+    def seconds(name: str) -> int:
+        begin = time.monotonic()
+        getattr(programs, name).lower(runner.params, runner.cache, runner.rope, batches[name]).compile()
+        return round(time.monotonic() - begin)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(batches, pool.map(seconds, batches), strict=True))
 
 
 def peak_gigabytes() -> float:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
 
 
-def one_prompt(llm: LLM, length: int, over: Callable[[], bool]) -> dict[str, Any]:
-    """Computes a prompt and some tokens after it, step by step; tells of every eighth chunk, and of the end."""
+def one_prompt(llm: LLM, length: int, over: Callable[[int], bool]) -> None:
+    """Computes a prompt and some tokens after it, step by step; tells of every fourth chunk, and of the end.
+
+    `over` is asked after each step, with the number of chunks that are done, whether to end here.
+    """
     engine, config = llm.engine, llm.config
     assert config is not None
     params = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True)
@@ -242,22 +291,22 @@ def one_prompt(llm: LLM, length: int, over: Callable[[], bool]) -> dict[str, Any
         prefilling = prefilling and not any(update.token_ids for update in updates)
         if any(update.error for update in updates) or engine.stats().faults:
             raise RuntimeError(f"the engine failed: {[update.error for update in updates]}")
-        if prefilling and len(chunks) % 8 == 0:
+        if prefilling and len(chunks) % 4 == 0:
             tell()
-        if over() and engine.has_work:
+        if over(len(chunks)) and engine.has_work:
             found["cut"] = True
             engine.abort(request.id)
             engine.step()
     tell()
-    return found
 
 
 CASES: dict[str, Callable[[bool, Turn], None]] = {
     "smoke": smoke,
-    "layer": layer,
     "hybrid": functools.partial(prompts, "hybrid"),
     "dense": functools.partial(prompts, "dense"),
+    "layer": layer,
 }
+"""In the order of their turns."""
 
 
 class Process:
@@ -265,8 +314,8 @@ class Process:
 
     def __init__(self, name: str, small: bool, lines: "queue.SimpleQueue[tuple[str, str | None]]"):
         command = [sys.executable, "-m", MODULE, "--case", name, *(["--small"] if small else [])]
-        # Every kernel launched for itself, so that it can be timed by name.
-        flags = "--xla_gpu_enable_command_buffer=" if name == "layer" else ""
+        # Every kernel launched for itself, so that it can be timed by name, and products as the engine has them.
+        flags = "--xla_gpu_enable_command_buffer= --xla_gpu_enable_triton_gemm=false" if name == "layer" else ""
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         environment |= {"XLA_FLAGS": flags} if flags else {}
         self.process = subprocess.Popen(
@@ -300,14 +349,19 @@ def run(names: list[str], seconds: float, small: bool) -> dict[str, list[dict[st
     lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
     processes = {name: Process(name, small, lines) for name in names}
     events: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    waiting, ready, turn = list(names), [], None
+    waiting, ready, turn, turn_ends = list(names), [], None, 0.0
+    turns = dict.fromkeys(names, 0)
     try:
-        while (waiting or ready or turn) and (left := seconds - (time.monotonic() - begin)) > 0:
-            # What is not ready after half of the time is not waited for any more.
-            if turn is None and ready and (not waiting or left < seconds / 2):
-                turn = min(ready, key=names.index)
+        while (waiting or ready or turn) and (left := seconds - (now := time.monotonic() - begin)) > 0:
+            for name in late(waiting, turn, now, turn_ends, seconds):
+                print(f"[{now:5.1f}] {name}: took too long, and is ended", flush=True)
+                processes[name].process.kill()
+            if turn is None and ready and (chosen := next_turn(ready, waiting, turns, now / seconds)):
+                turn = chosen
                 ready.remove(turn)
-                processes[turn].go(min(LONGEST_TURN[turn], left - 6))
+                turn_ends = now + min(LONGEST_TURN[turn] if turns[turn] == 0 else left, left - GRACE)
+                turns[turn] += 1
+                processes[turn].go(turn_ends - now)
             try:
                 name, line = lines.get(timeout=min(left, 1))
             except queue.Empty:
@@ -326,12 +380,28 @@ def run(names: list[str], seconds: float, small: bool) -> dict[str, list[dict[st
                 events[name].append(event)
                 print(stamp, shortly(event), flush=True)
                 if event["event"] == "ready":
-                    waiting.remove(name)
+                    waiting, turn = [n for n in waiting if n != name], None if turn == name else turn
                     ready.append(name)
     finally:
         for process in processes.values():
             process.process.kill()
     return events
+
+
+def late(waiting: list[str], turn: str | None, now: float, turn_ends: float, seconds: float) -> list[str]:
+    """Cases that are to be ended: those that do not get ready, and the one that holds on to its turn."""
+    found = list(waiting) if now > READY_SHARE * seconds else []
+    return [*found, turn] if turn and now > turn_ends + GRACE else found
+
+
+def next_turn(ready: list[str], waiting: list[str], turns: dict[str, int], share: float) -> str | None:
+    """Whose turn is next, after a share of the time; None: one that is not ready comes before."""
+
+    def rank(name: str) -> tuple[int, int]:
+        return turns[name], list(CASES).index(name)
+
+    chosen = min(ready, key=rank)
+    return chosen if share > WAIT_SHARE or all(rank(chosen) < rank(name) for name in waiting) else None
 
 
 def shortly(event: dict[str, Any]) -> str:
@@ -367,10 +437,12 @@ def report(events: dict[str, list[dict[str, Any]]]) -> list[str]:
                     f"{name}, prompt of {row['length']:,}: TTFT {sum(row['chunks']):.2f} s, then "
                     f"{1e3 * float(np.median(row['tokens'][1:])):.1f} ms a token; peak {row['peak']} GB"
                 )
-    counts = [count for count in (8, 16, 32, 64) if all(len(row["chunks"]) >= count for row in longest.values())]
-    for count in counts if longest else []:
-        sums = {name: sum(row["chunks"][:count]) for name, row in longest.items()}
-        last = {name: float(np.median(row["chunks"][count - 3 : count])) for name, row in longest.items()}
+    for count in (8, 16, 24, 32, 40, 48, 56, 64):
+        so_far = {name: row["chunks"][:count] for name, row in longest.items() if len(row["chunks"]) >= count}
+        if not so_far:
+            continue
+        sums = {name: sum(chunks) for name, chunks in so_far.items()}
+        last = {name: float(np.median(chunks[-3:])) for name, chunks in so_far.items()}
         lines.append(
             f"first {count} chunks of 8,192: "
             + "; ".join(f"{name} {sums[name]:.2f} s (a chunk there {1e3 * last[name]:.0f} ms)" for name in sums)
@@ -389,7 +461,7 @@ def main() -> int:
     if arguments.case:
         CASES[arguments.case](arguments.small, Turn())
         return 0
-    names = arguments.only.split(",")
+    names = [name for name in CASES if name in arguments.only.split(",")]
     events = run(names, arguments.seconds, arguments.small)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "check_hybrid.json").write_text(json.dumps(events))
