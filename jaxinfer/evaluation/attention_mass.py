@@ -19,9 +19,11 @@ from jaxinfer.engine.batching import Batcher
 from jaxinfer.engine.request import Request, Sequence
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.step import PrefillSegment
+from jaxinfer.kernels.rope import rope as apply_rope
 from jaxinfer.kernels.selection.sources import SOURCES, sources
 from jaxinfer.llm import LLM
 from jaxinfer.model import sparse
+from jaxinfer.model.attention import rotations
 from jaxinfer.model.batch import PrefillBatch, local
 from jaxinfer.model.block import Block
 from jaxinfer.model.context import in_order
@@ -140,9 +142,10 @@ def attention_mass(
     def step(block: Block, params, number, x, cache, layer, rope, batch, rows):
         sliced, whole = apart(block, params)
         weights = together(jax.tree.map(lambda array: array[number], sliced), whole)
-        module, tables, batch = use(block, weights, plan), (rope["cos"], rope["sin"]), local(batch)
-        shares = _shares(module, x, cache, layer, batch, tables, layout, plan, policies, rows)
-        return *module(x, cache, layer, batch, tables, layout, plan, policies), shares
+        module, batch = use(block, weights, plan), local(batch)
+        angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+        shares = _shares(module, x, cache, layer, batch, angles, layout, plan, policies, rows)
+        return *module(x, cache, layer, batch, angles, layout, plan, policies), shares
 
     def compiled(function):
         everywhere = PartitionSpec()
@@ -196,13 +199,13 @@ def _prompt(runner: Runner, policy: Hybrid, ids: list[int], llm: LLM) -> tuple[P
     return batch, allocate(spec), layout
 
 
-def _shares(module, x, cache, layer, batch, tables, layout, plan, policies: Policies, rows):
+def _shares(module, x, cache, layer, batch, angles, layout, plan, policies: Policies, rows):
     """Shares `[rows, H, sources]` of one layer, and the best `[rows, H]`."""
     attention, config = module.attention, module.attention.config
     scale, nope = softmax_scale(config), config.qk_nope_head_dim
     hidden = normalised(attention.reader, x, module.attn_norm, module.eps, module.dtype)
-    q_nope, q_rope, cache = attention._project(hidden, cache, layer, batch, tables, plan)
-    q = jnp.concatenate((q_nope, q_rope), axis=-1)
+    q, cache = attention._project(hidden, cache, layer, batch, angles, plan)
+    q = apply_rope(q, *angles)
     absorbed = jnp.einsum("thn,hnc->thc", q[rows, :, :nope], attention.k_b, preferred_element_type=jnp.float32)
     absorbed = jnp.concatenate((absorbed.astype(q.dtype), q[rows, :, nope:]), axis=-1)
     pages = batch.tile_pages.shape[1]
@@ -217,7 +220,9 @@ def _shares(module, x, cache, layer, batch, tables, layout, plan, policies: Poli
             whole = jnp.where(seen, SOURCES.index("window"), -1)
             return jnp.broadcast_to(whole, mass.shape), jnp.zeros(mass.shape[:2])
         kept = sparse.write_means(cache, layer, batch, policy)
-        selection = sparse.attend(q, attention.k_b, attention.v_b, kept, layer, batch, layout, policy, (), scale)[-1]
+        dense = jnp.zeros((*q.shape[:2], attention.v_b.shape[1])), jnp.full(q.shape[:2], -jnp.inf)
+        weights = attention.k_b, attention.v_b
+        selection = sparse.attend(q, *weights, dense, kept, layer, batch, layout, policy, (), scale)[-1]
         block = rows // policy.query_block
         shared = batch.sparse.shared[0, policy.sinks :]
         anchor = jnp.zeros(context.shape[0], bool).at[shared].set(True, mode="drop")

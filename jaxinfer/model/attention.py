@@ -106,10 +106,10 @@ class Attention(nnx.Module):
             positions = jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1)
             dense = self._read_all(q, cache, layer, batch, layout, positions, batch.num_dense_tiles)
             kept = sparse.write_means(cache, layer, batch, policy)
-            *chosen, kept, _ = sparse.attend(
-                q, self.k_b, self.v_b, kept, layer, batch, layout, policy, heads, softmax_scale(self.config)
+            out, _, kept, _ = sparse.attend(
+                q, self.k_b, self.v_b, dense, kept, layer, batch, layout, policy, heads, softmax_scale(self.config)
             )
-            return merge(*dense, *chosen)[0], kept[1:]
+            return out, kept[1:]
 
         out, beside = policies.call(layer, attend)
         cache = Cache(cache.latents, *beside)

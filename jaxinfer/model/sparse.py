@@ -106,6 +106,7 @@ def attend(
     q: jax.Array,
     k_b: jax.Array,
     v_b: jax.Array,
+    dense: tuple[jax.Array, jax.Array],
     cache: Cache,
     layer: jax.Array,
     batch: PrefillBatch,
@@ -119,13 +120,14 @@ def attend(
     Args:
         q: `[T, H, nope + rope]`, this rank's tokens and heads.
         k_b, v_b: `[H, nope, kv_rank]` and `[H, v, kv_rank]`.
+        dense: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, of those that read all; 0 and -inf for others.
         cache: with the chunk's latents and means.
         head_axes: mesh axes that divide the heads.
 
-    Returns: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, 0 and -inf for other queries; the cache with what the
-    query blocks remember; and what was selected, nothing for other query blocks.
+    Returns: `dense` with the others' output and log-sum-exp; the cache with what the query blocks remember; and what
+    was selected, nothing for other query blocks.
     """
-    tokens, heads, _ = q.shape
+    tokens = q.shape[0]
     queries = _queries(q, k_b, batch, cache.records.shape[1], policy)
     nothing = jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*queries.start.shape, RECORDED, 2))
     records = cache.records.at[layer, queries.page, queries.slot].set(nothing, mode="drop")
@@ -164,8 +166,7 @@ def attend(
 
     n, ranks = queries.start.shape[0], lax.axis_size(head_axes) if head_axes else 1
     state = (
-        jnp.zeros((tokens, heads, v_b.shape[1]), jnp.float32),
-        jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        *dense,
         records,
         Selection(
             jnp.full((n, policy.hot_blocks), -1, jnp.int32),
