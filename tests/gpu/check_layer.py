@@ -349,7 +349,7 @@ def cases() -> dict[str, Callable[[], dict]]:
 
 
 TUNED = "time prefill 8K of 8K", "time decode 64 of 8K"
-"""Cases that run once more with the products that XLA chooses by timing, as the engine has them."""
+"""Cases that run once more with the products that XLA chooses by timing, its own among them."""
 
 
 def main() -> int:
