@@ -140,9 +140,9 @@ def _rounded(latent):
 
 
 def _half_precision(latent):
-    """Queries in float16 over a power of two for each head, columns in the order of `transposed.rows`."""
+    """Queries in float16 over a power of two for each sequence, columns in the order of `transposed.rows`."""
     latent = latent.astype(jnp.float32)
-    _, exponent = jnp.frexp(jnp.maximum(jnp.max(jnp.abs(latent), axis=-1, keepdims=True), 1e-30))
+    _, exponent = jnp.frexp(jnp.maximum(jnp.max(jnp.abs(latent), axis=(1, 2), keepdims=True), 1e-30))
     scale = jnp.ldexp(jnp.float32(1), exponent - 15)
     return transposed.ordered(latent / scale).astype(jnp.float16), scale
 
@@ -223,6 +223,7 @@ def _scores(shape, operands, lse, scratch):
     rows = pl.ds(first_row, heads)
     blocks = range(shape.rank // _COLUMNS)
     head_axis = 1 if shape.turned else 0
+    by_key = shape.turned and shape.width < TILE
     head_layout, key_layout = (_COLUMN, _ROW) if shape.turned else (_ROW, _COLUMN)
 
     def per_head(value):
@@ -254,7 +255,10 @@ def _scores(shape, operands, lse, scratch):
             )
             for start in range(0, shape.held, _COLUMNS)
         ]
-        scale = plgpu.load(operands["q_scale"].at[sequence, rows], layout=head_layout, optimized=False)
+        if shape.floats:
+            scale = operands["q_scale"][sequence, 0]
+        else:
+            scale = plgpu.load(operands["q_scale"].at[sequence, rows], layout=head_layout, optimized=False)
         plgpu.barrier_wait(scratch["q_full"])
         return held, scale
 
@@ -281,14 +285,14 @@ def _scores(shape, operands, lse, scratch):
                     multiply(accumulator, number)
             return [accumulator[...] for accumulator in accumulators]
 
-        scores, at_once = None, shape.groups if shape.width < TILE else 1
+        scores, at_once = None, min(2, shape.groups) if shape.width == 16 else 1
         for first in range(0, shape.groups, at_once):
             accumulator = plgpu.WGMMAAccumulatorRef(shape.scores, jnp.float32 if shape.floats else jnp.int32)
             found = pl.run_scoped(functools.partial(products, first=first), [accumulator] * at_once)
             for group, one in enumerate(found, first):
                 scaled = one.astype(jnp.float32) * of_keys(k_scale(group))
                 scores = scaled if scores is None else scores + scaled
-        return scores * of_heads(q_scale)
+        return scores * (q_scale if shape.floats else of_heads(q_scale))
 
     def piece_scores(piece, state):
         done, finished = state
@@ -329,11 +333,11 @@ def _scores(shape, operands, lse, scratch):
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
             weights = jnp.exp2(scores - of_heads(shift))
             factor = jnp.exp2(top - shift)
-            if shape.turned:
-                # Of each key by itself until the end: warps meet to add up.
+            if by_key:
+                # Until the end: warps meet to add up.
                 total = total * of_heads(factor) + weights
             else:
-                total = total * factor + jnp.sum(weights, axis=1)
+                total = total * factor + jnp.sum(weights, axis=1 - head_axis)
             if shape.floats:
                 weights = weights * _LARGEST_WEIGHT
             else:
@@ -358,10 +362,10 @@ def _scores(shape, operands, lse, scratch):
 
         total = per_head(0.0)
         bound = jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
-        state = done, per_head(-jnp.inf), of_heads(total) if shape.turned else total, bound
+        state = done, per_head(-jnp.inf), of_heads(total) if by_key else total, bound
         state = lax.fori_loop(0, piece.clear, lambda i, s: tile(i, s, False), state)
         done, top, total, bound = lax.fori_loop(piece.clear, piece.tiles, lambda i, s: tile(i, s, True), state)
-        total = jnp.sum(total, axis=0) if shape.turned else total
+        total = jnp.sum(total, axis=0) if by_key else total
         empty = total == 0.0
         divisor = jnp.where(empty, 1.0, total)
         lse.at[piece.result, rows][...] = jnp.where(empty, -jnp.inf, top * math.log(2) + jnp.log(divisor))
@@ -418,8 +422,8 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
         ahead = *ahead, tile
 
     width, blocks = shape.width, shape.half // TILE
-    # Of few heads the output leaves registers for a whole tile.
-    early = blocks if width < TILE else 0
+    # Of few heads the output leaves registers for a whole tile, or half of it.
+    early = 0 if width == TILE else blocks // 2 if width == 32 or shape.floats else blocks
     first_group = warpgroup * (shape.groups // 2)
 
     def piece_values(piece, state):
@@ -495,6 +499,6 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
 
 def _by_key(scales, group, groups, layout):
     """The scales `[keys]` of a group, from `[keys x groups]` in shared memory."""
-    if groups == 1:
-        return plgpu.load(scales, layout=layout, optimized=False)
+    if groups == 1 and layout == _COLUMN:
+        return plgpu.load(scales, layout=layout)
     return transposed.strided(scales, jnp.int32(group), groups, layout)
