@@ -10,9 +10,9 @@ rotated parts in bfloat16.  The weights of the softmax carry the scales of the k
 keeps them in the range of float16.
 
 8-bit floats: Hopper's products of them keep 14 bits of a sum, too few, so keys are widened to float16 in registers as
-well, and their product is turned round too: `S^T = K Q^T`.  Queries are float16 over a power of two, which loses nothing
-of bfloat16.  Scores of each group of columns are summed by themselves and multiplied by its scales.  Values are
-multiplied by their scales when they are widened.
+well, and their product is turned round too: `S^T = K Q^T`.  Queries are float16 over a power of two, which keeps all of
+bfloat16.  Scores of each group of columns are summed by themselves and multiplied by its scales.  Values are multiplied
+by their scales when they are widened.
 
 Weights and values are float16, which has three bits more than bfloat16.
 """
@@ -120,7 +120,8 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
     )
     q = q.reshape(batch, tokens * heads, dim)
     q = jnp.pad(q, ((0, 0), (0, shape.rows - tokens * heads), (0, 0)))
-    latent, q_scale = (_half_precision if shape.floats else _rounded)(q[..., :kv_rank])
+    latent = q[..., :kv_rank]
+    latent, q_scale = _half_precision(latent) if shape.floats else quantize_latents(latent, 1, jnp.int8)
     tiles_per_page = page_size // TILE
     tiles = layers * pages * tiles_per_page
     operands = {
@@ -133,10 +134,6 @@ def mla_decode(q, cache, layer, page_table, lengths, *, kv_rank, scale, multipro
         **parts.operands_of(shape, tiles_per_page, pages, layer, page_table, lengths, schedule),
     }
     return parts.finish(shape, operands, *_attend(shape, tiles_per_page, operands))
-
-
-def _rounded(latent):
-    return quantize_latents(latent, 1, jnp.int8)
 
 
 def _half_precision(latent):
