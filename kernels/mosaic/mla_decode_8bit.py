@@ -146,12 +146,11 @@ def _half_precision(latent):
 
 def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
-    q_columns = operands["q"].shape[-1] - shape.held
     scratch = {
         "values": parts.tiles((2, shape.stages, TILE, shape.half), shape.values),
         "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
         "weights": parts.tiles((_ROPE_STAGES, TILE, TILE), jnp.dtype(jnp.float16)),
-        "q": parts.tiles((1, shape.scores[1], q_columns), operands["q"].dtype),
+        "q": parts.tiles((1, shape.scores[1], shape.rank - shape.held), operands["q"].dtype),
         "q_rope": parts.tiles((shape.scores[1], shape.rope), shape.dtype),
         "scale": plgpu.SMEM((2, shape.stages, TILE * shape.groups), jnp.float32),
         "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
@@ -282,14 +281,15 @@ def _scores(shape, operands, lse, scratch):
                     multiply(accumulator, number)
             return [accumulator[...] for accumulator in accumulators]
 
-        scores, at_once = None, min(2, shape.groups) if shape.width == 16 else 1
-        for first in range(0, shape.groups, at_once):
-            accumulator = plgpu.WGMMAAccumulatorRef(shape.scores, jnp.float32 if shape.floats else jnp.int32)
-            found = pl.run_scoped(functools.partial(products, first=first), [accumulator] * at_once)
-            for group, one in enumerate(found, first):
-                scaled = one.astype(jnp.float32) * of_keys(k_scale(group))
-                scores = scaled if scores is None else scores + scaled
-        return scores * (q_scale if shape.floats else of_heads(q_scale))
+        def scaled():
+            at_once = min(2, shape.groups) if shape.width == 16 else 1
+            for first in range(0, shape.groups, at_once):
+                accumulator = plgpu.WGMMAAccumulatorRef(shape.scores, jnp.float32 if shape.floats else jnp.int32)
+                found = pl.run_scoped(functools.partial(products, first=first), [accumulator] * at_once)
+                for group, one in enumerate(found, first):
+                    yield one.astype(jnp.float32) * of_keys(k_scale(group))
+
+        return functools.reduce(jnp.add, scaled()) * (q_scale if shape.floats else of_heads(q_scale))
 
     def piece_scores(piece, state):
         done, finished = state
@@ -347,18 +347,17 @@ def _scores(shape, operands, lse, scratch):
             def _():
                 plgpu.barrier_wait(scratch["weights_empty"].at[rope_slot])
 
-            weights = weights.astype(jnp.float16)
+            target = scratch["weights"].at[rope_slot, pl.ds(0, heads)]
             if shape.turned:
-                transposed.store_transposed(scratch["weights"].at[rope_slot, pl.ds(0, heads)], weights)
+                transposed.store_transposed(target, weights.astype(jnp.float16))
             else:
-                scratch["weights"].at[rope_slot][...] = weights
+                target[...] = weights.astype(jnp.float16)
             scratch["factor"].at[rope_slot, pl.ds(0, heads)][...] = factor
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["weights_full"].at[rope_slot])
             return done + 1, new_top, total, bound
 
-        total = per_head(0.0)
-        bound = jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
+        total, bound = per_head(0.0), jnp.float32(_SCALE_UNIT if shape.floats else 1e-30)
         state = done, per_head(-jnp.inf), of_heads(total) if by_key else total, bound
         state = lax.fori_loop(0, piece.clear, lambda i, s: tile(i, s, False), state)
         done, top, total, bound = lax.fori_loop(piece.clear, piece.tiles, lambda i, s: tile(i, s, True), state)
