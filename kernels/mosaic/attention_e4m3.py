@@ -61,7 +61,7 @@ class Blocks:
     """
 
     stages: int = 4
-    l2_bytes: int = 32 * 2**20
+    l2_bytes: int = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

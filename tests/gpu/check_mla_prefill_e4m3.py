@@ -80,7 +80,7 @@ BLOCKS = {
     "2 stages": Blocks(stages=2),
     "3 stages": Blocks(stages=3),
     "5 stages": Blocks(stages=5),
-    "L2 16 MiB": Blocks(l2_bytes=16 * 2**20),
+    "L2 32 MiB": Blocks(l2_bytes=32 * 2**20),
     "L2 64 MiB": Blocks(l2_bytes=64 * 2**20),
 }
 
