@@ -155,8 +155,8 @@ PRESETS: dict[str, Hybrid] = {
 AUTO_DENSE_BELOW: int | None = None
 """The position from which on `auto` reads sparsely on a GPU; None: nowhere.
 
-A prompt's chunks are faster from about 24,576 on (`python -m tests.gpu.check_hybrid`, an H200, V3's width), but no preset
-keeps dense attention's recall beyond 32K (docs/benchmarks/hybrid.md): whoever wants the time asks for it by name."""
+A prompt's chunks are faster from about 24,576 on (`python -m tests.gpu.check_hybrid`, an H200, V3's width), but no
+preset keeps dense attention's recall beyond 32K (docs/benchmarks/hybrid.md): who wants the time asks for it by name."""
 
 
 def automatic_policy(max_context: int, dense_below: int | None = AUTO_DENSE_BELOW) -> Policy:
