@@ -1,22 +1,18 @@
 """Checks and times the block-sparse attention on one Hopper GPU: `python -m tests.gpu.check_mla_blocks [--out DIR]`.
 
-Cases run in processes of their own (see `jaxinfer.bench.workers`), which compile side by side and take turns on the
+Cases run in processes of their own (see `workers`), which compile side by side and take turns on the
 GPU: comparisons with the reference in float32, and times at the size of DeepSeek-V3, 8,192 queries that read 2,560 keys
 each, last without parts of the work.  Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is
 broken.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,11 +22,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.bench import workers
 from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.kernels.mosaic import mla_blocks as mosaic
 from jaxinfer.kernels.reference import mla_sparse as reference
+from tests.gpu import workers
 
 MODULE = "tests.gpu.check_mla_blocks"
 LOCK = "CHECK_GPU_LOCK"
@@ -245,45 +241,5 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return first | times | checks | parts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=40, help="cases without an answer by then are left out")
-    parser.add_argument("--workers", type=int, default=10)
-    arguments = parser.parse_args()
-    begin = time.monotonic()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in cases() if arguments.only in name]
-    environment = os.environ | {
-        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
-    }
-    answers: dict[str, dict] = {}
-    served = workers.serve(MODULE, [{"case": name} for name in names], arguments.workers, CASE_SECONDS, environment)
-    with closing(served):
-        for index, answer in served:
-            answers[names[index]] = answer
-            took = time.monotonic() - begin
-            print(f"[{took:5.1f}] {names[index]}: {answer.get('said', '')}{answer.get('failed', '')}", flush=True)
-            if took > arguments.seconds:
-                break
-    (arguments.out / "check_mla_blocks.json").write_text(json.dumps(answers, indent=1))
-    print()
-    failed = [name for name, answer in answers.items() if "failed" in answer]
-    for name in failed:
-        print(f"BROKEN {name}: {answers[name]['failed'][:300]}\n{answers[name].get('trace', '')[-800:]}")
-    for name in names:
-        if name in answers:
-            print(f"{name}: {answers[name].get('said', 'BROKEN')}")
-    print("FlashMLA's sparse prefill on an H200: 550 to 675 TFLOP/s")
-    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    if LOCK in os.environ:
-        workers.work(lambda case: cases()[case]())
-    else:
-        sys.exit(main())
+    sys.exit(workers.main(MODULE, __doc__, LOCK, case_seconds=CASE_SECONDS, seconds=40))

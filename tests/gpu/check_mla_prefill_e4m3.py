@@ -6,17 +6,11 @@ with all it does.  "Weighed again": the largest score looked for in every tile, 
 Prints a table last, and writes all answers as JSON.  Exits with 1 if a bound is broken.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.bench import workers
 from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.mosaic import attention_e4m3
 from jaxinfer.kernels.mosaic.attention_e4m3 import KEYS, Blocks, attend, value_order
 from jaxinfer.kernels.reference.expansion import E4M3, Operands
+from tests.gpu import workers
 from tests.gpu.check_mla_prefill import (
     HEADS,
     LOCK,
@@ -130,8 +124,8 @@ def score_bound(check: Check, largest: np.ndarray) -> np.ndarray:
 
     Tensor cores shift 32 products and what was summed before to the largest exponent of them, and drop what is below
     2^-13 of it, towards zero.  So every addend loses at most 2^-13 of the largest score; signs are mixed, and losses
-    grow as the square root of their number.  The largest errors on a card were 1.0 to 1.4 times those of this arithmetic
-    on the CPU, of fewer rows.
+    grow as the square root of their number.  The largest errors on a card were 1.0 to 1.4 times those of this
+    arithmetic on the CPU, of fewer rows.
     """
     steps = (check.nope + check.rope) / PRODUCTS
     return (steps * (PRODUCTS + 1)) ** 0.5 * 2.0**-13 * largest
@@ -293,44 +287,5 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return found | checks
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=80, help="cases without an answer by then are left out")
-    parser.add_argument("--workers", type=int, default=10)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in cases() if arguments.only in name]
-    environment = os.environ | {
-        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
-        "CHECK_GPU_WORKER": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
-    }
-    begin, answers = time.monotonic(), {}
-    requests = [{"name": name} for name in names]
-    with closing(workers.serve(MODULE, requests, arguments.workers, CASE_SECONDS, environment)) as served:
-        for index, answer in served:
-            answers[names[index]] = answer
-            said = answer.get("said", answer.get("failed"))
-            print(f"[{time.monotonic() - begin:5.1f}] {names[index]}: {said}", flush=True)
-            if time.monotonic() - begin > arguments.seconds:
-                break
-    (arguments.out / "check_mla_prefill_e4m3.json").write_text(json.dumps(answers, indent=1))
-    print()
-    for name in names:
-        if name in answers:
-            print(f"{name}: {answers[name].get('said', 'failed')}")
-    failed = [name for name, answer in answers.items() if "failed" in answer]
-    for name in failed:
-        print(f"BROKEN {name}: {answers[name]['failed']}\n{answers[name].get('trace', '')[-800:]}")
-    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    if "CHECK_GPU_WORKER" in os.environ:
-        workers.work(lambda name: cases()[name]())
-    else:
-        sys.exit(main())
+    sys.exit(workers.main(MODULE, __doc__, LOCK, case_seconds=CASE_SECONDS, seconds=80))

@@ -5,17 +5,12 @@ against the jnp form in float32, and times at the size of DeepSeek-V3, 8,192 que
 table last, and writes all answers as JSON.  Exits with 1 if a bound is broken.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -447,33 +442,5 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=120, help="cases without an answer by then are left out")
-    parser.add_argument("--workers", type=int, default=10)
-    arguments = parser.parse_args()
-    begin = time.monotonic()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in cases() if arguments.only in name]
-    environment = os.environ | {
-        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
-    }
-    answers = workers.run(MODULE, names, arguments.workers, CASE_SECONDS, arguments.seconds, environment)
-    (arguments.out / "check_selection.json").write_text(json.dumps(answers, indent=1))
-    failed = [name for name, answer in answers.items() if "failed" in answer]
-    print()
-    for name in failed:
-        print(f"BROKEN {name}: {answers[name]['failed'][:300]}\n{answers[name].get('trace', '')[-800:]}")
-    for name in names:
-        if name in answers:
-            print(f"{name}: {answers[name].get('said', 'BROKEN')}")
-    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(workers.main(MODULE, __doc__, LOCK, case_seconds=CASE_SECONDS, seconds=120))

@@ -7,23 +7,17 @@ each key that a query and head read.  Prints a table last and writes all answers
 broken.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.bench import workers
 from jaxinfer.bench.timing import alone
 from jaxinfer.bench.timing import measure as time_of
 from jaxinfer.configs.attention import Hybrid
@@ -36,6 +30,7 @@ from jaxinfer.model import sparse
 from jaxinfer.model.batch import PrefillBatch, SparsePrefill
 from jaxinfer.sharding.collectives import merge
 from jaxinfer.sharding.layout import Layout
+from tests.gpu import workers
 
 MODULE = "tests.gpu.check_window"
 LOCK = "CHECK_GPU_LOCK"
@@ -327,47 +322,13 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--seconds", type=float, default=100, help="no answer is waited for after so long")
-    parser.add_argument("--workers", type=int, default=10)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in cases() if arguments.only in name]
-    environment = os.environ | {
-        LOCK: str(Path(tempfile.mkdtemp()) / "lock"),
-        "CHECK_GPU_WORKER": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": FLAGS,
-    }
-    begin, answers = time.monotonic(), {}
-    served = workers.serve(MODULE, [{"name": name} for name in names], arguments.workers, CASE_SECONDS, environment)
-    for index, answer in served:
-        answers[names[index]] = answer
-        said = f"{answer.get('said', '')}{answer.get('failed', '')}"
-        print(f"[{time.monotonic() - begin:5.1f}] {names[index]}: {said}", flush=True)
-        if time.monotonic() - begin > arguments.seconds:
-            break
-    served.close()
-    (arguments.out / "check_window.json").write_text(json.dumps(answers, indent=1))
-    failed = [name for name, answer in answers.items() if "failed" in answer]
-    for name in failed:
-        print(f"BROKEN {name}: {answers[name]['failed']}\n{answers[name].get('trace', '')[-800:]}")
-    print()
+def details(answers: dict[str, dict]) -> Iterator[str]:
+    """The longest kernels of what is timed as a whole."""
     for name, answer in answers.items():
         for kernel, seconds in sorted(answer.get("kernels", []), key=lambda pair: -pair[1])[:6]:
             if name.startswith(("time near 512K", "time queries")):
-                print(f"{name}: {kernel[:90]} {seconds * 1e6:.0f} us")
-    for name in (name for name in names if name in answers):
-        print(f"{name}: {answers[name].get('said', '')}{answers[name].get('failed', '')}"[:200])
-    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
-    return 1 if failed or len(answers) < len(names) else 0
+                yield f"{name}: {kernel[:90]} {seconds * 1e6:.0f} us"
 
 
 if __name__ == "__main__":
-    if "CHECK_GPU_WORKER" in os.environ:
-        workers.work(lambda name: cases()[name]())
-    else:
-        sys.exit(main())
+    sys.exit(workers.main(MODULE, __doc__, LOCK, case_seconds=CASE_SECONDS, seconds=100, flags=FLAGS, details=details))

@@ -3,12 +3,70 @@
 `python -m tests.gpu.workers` is a worker; a module with cases has a function `cases` that gives them by name.
 """
 
+import argparse
 import importlib
+import json
+import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from pathlib import Path
 
 from jaxinfer.bench.workers import serve, work
+
+FLAGS = "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0"
+"""For XLA: every kernel is launched for itself, so that each run has the same ones, and none is chosen by timing."""
+
+
+def main(
+    module: str,
+    description: str | None,
+    lock: str,
+    *,
+    case_seconds: float,
+    seconds: float,
+    flags: str = FLAGS,
+    details: Callable[[dict[str, dict]], Iterable[str]] = lambda answers: (),
+) -> int:
+    """The command line of a check: runs its cases, prints what they said last, and writes all answers as JSON.
+
+    Args:
+        module: where the cases are.
+        lock: environment variable with the path of the lock that all workers share.
+        case_seconds: see `run`.
+        seconds: after which no answer is waited for, where the caller does not say.
+        flags: for XLA.
+        details: lines to print before what the cases said.
+
+    Returns: the exit status, 1 if a case has failed.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers as JSON")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--seconds", type=float, default=seconds, help="cases without an answer by then are left out")
+    parser.add_argument("--workers", type=int, default=10)
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in importlib.import_module(module).cases() if arguments.only in name]
+    environment = os.environ | {
+        lock: str(Path(tempfile.mkdtemp()) / "lock"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": flags,
+    }
+    answers = run(module, names, arguments.workers, case_seconds, arguments.seconds, environment)
+    (arguments.out / f"{module.split('.')[-1]}.json").write_text(json.dumps(answers, indent=1))
+    print()
+    failed = [name for name, answer in answers.items() if "failed" in answer]
+    for name in failed:
+        print(f"BROKEN {name}: {answers[name]['failed'][:300]}\n{answers[name].get('trace', '')[-800:]}")
+    for line in details(answers):
+        print(line)
+    for name in (name for name in names if name in answers):
+        print(f"{name}: {answers[name].get('said', '')}{answers[name].get('failed', '')}"[:300])
+    print(f"{len(answers)} of {len(names)} cases ran, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
 
 
 def run(
