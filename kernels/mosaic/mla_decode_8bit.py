@@ -6,13 +6,14 @@ warpgroups read a tile of bytes transposed (as pairs of columns, which `ldmatrix
 float16, and never write it back.  The heads are the columns of that product: few heads, few columns.
 
 INT8: scores are exact: int8 queries times int8 keys in int32, multiplied by the scales of both, plus the product of the
-rotated parts in bfloat16.  The weights of the softmax carry the scales of the keys; the largest scale of a key so far
-keeps them in the range of float16.
+rotated parts in bfloat16.  Scores of few heads are turned round too, `S^T = K Q^T`: then the softmax works on no more
+columns than there are heads.  The weights of the softmax carry the scales of the keys; the largest scale of a key so
+far keeps them in the range of float16.
 
 8-bit floats: Hopper's products of them keep 14 bits of a sum, too few, so keys are widened to float16 in registers as
-well, and their product is turned round too: `S^T = K Q^T`.  Queries are float16 over a power of two, which keeps all of
-bfloat16.  Scores of each group of columns are summed by themselves and multiplied by its scales.  Values are multiplied
-by their scales when they are widened.
+well, and their product is always turned round.  Queries are float16 over a power of two, which keeps all of bfloat16.
+Scores of each group of columns are summed by themselves and multiplied by its scales.  Values are multiplied by their
+scales when they are widened.
 
 Weights and values are float16, which has three bits more than bfloat16.
 """
@@ -34,12 +35,11 @@ from jaxinfer.kernels.mosaic.decode_parts import TILE
 
 _STAGES = {False: 4, True: 3}
 """Tiles in shared memory at a time: of int8, and of 8-bit floats, whose queries take more of it."""
-_ROPE_STAGES = 2
+_ROPE_STAGES = {False: 2, True: 3}
+"""Tiles of rotated keys, and of weights, at a time: three of int8 with fewer heads than 64."""
 _REGISTERS = {True: (152, 176), False: (200, 152)}
 """Of the score warpgroup and a value warpgroup: of 64 heads, whose output takes 128 of these, and of fewer."""
 _SCORES = 2
-_TURNED = False
-"""Whether scores of few heads are turned round for int8 as well: their softmax has fewer columns then."""
 _COLUMNS = transposed.COLUMNS
 """Columns of 8 bits that lie side by side in shared memory, and of an 8-bit float's scale."""
 _LARGEST_WEIGHT = 2.0**15
@@ -64,9 +64,13 @@ class _Shape(parts.Shape):
         return _STAGES[self.floats]
 
     @property
+    def rope_stages(self) -> int:
+        return _ROPE_STAGES[self.turned and not self.floats]
+
+    @property
     def turned(self) -> bool:
         """Whether scores are keys by heads, not heads by keys."""
-        return self.floats or (_TURNED and self.width < TILE)
+        return self.floats or self.width < TILE
 
     @property
     def scores(self) -> tuple[int, int]:
@@ -148,18 +152,18 @@ def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
     scratch = {
         "values": parts.tiles((2, shape.stages, TILE, shape.half), shape.values),
-        "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
-        "weights": parts.tiles((_ROPE_STAGES, TILE, TILE), jnp.dtype(jnp.float16)),
+        "rope": parts.tiles((shape.rope_stages, TILE, shape.rope), shape.dtype),
+        "weights": parts.tiles((shape.rope_stages, TILE, TILE), jnp.dtype(jnp.float16)),
         "q": parts.tiles((1, shape.scores[1], shape.rank - shape.held), operands["q"].dtype),
         "q_rope": parts.tiles((shape.scores[1], shape.rope), shape.dtype),
         "scale": plgpu.SMEM((2, shape.stages, TILE * shape.groups), jnp.float32),
-        "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
+        "factor": plgpu.SMEM((shape.rope_stages, TILE), jnp.float32),
         "inverse": plgpu.SMEM((TILE,), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2),
         "values_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.stages),
-        "rope_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
-        "weights_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
-        "weights_empty": plgpu.Barrier(num_arrivals=2, num_barriers=_ROPE_STAGES),
+        "rope_full": plgpu.Barrier(num_barriers=shape.rope_stages),
+        "weights_full": plgpu.Barrier(num_barriers=shape.rope_stages),
+        "weights_empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.rope_stages),
         "inverse_full": plgpu.Barrier(),
         "inverse_empty": plgpu.Barrier(num_arrivals=2),
     }
@@ -209,7 +213,7 @@ def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
 
 
 def _slots(shape, done):
-    return lax.rem(done, jnp.int32(shape.stages)), lax.rem(done, jnp.int32(_ROPE_STAGES))
+    return lax.rem(done, jnp.int32(shape.stages)), lax.rem(done, jnp.int32(shape.rope_stages))
 
 
 def _scores(shape, operands, lse, scratch):
@@ -219,7 +223,7 @@ def _scores(shape, operands, lse, scratch):
     rows = pl.ds(first_row, heads)
     blocks = range(shape.rank // _COLUMNS)
     head_axis = 1 if shape.turned else 0
-    by_key = shape.turned and shape.width < TILE
+    by_key = shape.width < TILE
     head_layout, key_layout = (_COLUMN, _ROW) if shape.turned else (_ROW, _COLUMN)
 
     def per_head(value):
@@ -243,14 +247,8 @@ def _scores(shape, operands, lse, scratch):
         rest = pl.ds(shape.held, shape.rank - shape.held)
         plgpu.copy_gmem_to_smem(operands["q"].at[sequence, rows, rest], scratch["q"].at[0], scratch["q_full"])
         plgpu.copy_gmem_to_smem(operands["q_rope"].at[sequence, rows], scratch["q_rope"], scratch["q_full"])
-        held = [
-            plgpu.load(
-                operands["q"].at[sequence, rows, pl.ds(start, _COLUMNS)],
-                layout=plgpu.Layout.WGMMA_8BIT,
-                optimized=False,
-            )
-            for start in range(0, shape.held, _COLUMNS)
-        ]
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+        held = [load(operands["q"].at[sequence, rows, pl.ds(n, _COLUMNS)]) for n in range(0, shape.held, _COLUMNS)]
         if shape.floats:
             scale = operands["q_scale"][sequence, 0]
         else:
@@ -342,8 +340,8 @@ def _scores(shape, operands, lse, scratch):
                 factor = factor * (before / bound)
                 weights = weights * of_keys(k_scale(0) * (_LARGEST_WEIGHT / bound))
 
-            # The values are done with the tile before the last.
-            @pl.when(done >= _ROPE_STAGES)
+            # The values are done with the tile whose weights lay there.
+            @pl.when(done >= shape.rope_stages)
             def _():
                 plgpu.barrier_wait(scratch["weights_empty"].at[rope_slot])
 
@@ -374,7 +372,7 @@ def _scores(shape, operands, lse, scratch):
 
     done, finished = parts.pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
     inverse_read(finished)
-    for slot in range(_ROPE_STAGES):
+    for slot in range(shape.rope_stages):
         # What was not waited for would be missing at the next wait.
         pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(scratch["weights_empty"].at[slot]))
 
@@ -413,7 +411,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
     for number in map(jnp.int32, range(shape.stages)):
         tile, sequence = locate(number, sequence)
         copy_values(number, tile)
-        if len(ahead) < _ROPE_STAGES:
+        if len(ahead) < shape.rope_stages:
             pl.when(second)(functools.partial(copy_rope, number, tile))
         ahead = *ahead, tile
 
@@ -456,7 +454,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 # The page table is read while there is nothing to multiply yet.
                 next_tile, sequence = locate(done + shape.stages, sequence)
                 plgpu.barrier_wait(scratch["weights_full"].at[rope_slot])
-                pl.when(second)(functools.partial(copy_rope, done + _ROPE_STAGES, ahead[0]))
+                pl.when(second)(functools.partial(copy_rope, done + shape.rope_stages, ahead[0]))
                 factor = plgpu.load(scratch["factor"].at[rope_slot, pl.ds(0, width)], layout=_COLUMN)
                 weights = scratch["weights"].at[rope_slot, pl.ds(0, width)].transpose((1, 0))
                 for number in range(blocks):
@@ -490,7 +488,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
 
         return pl.run_scoped(attended, [plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)] * blocks)
 
-    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)
+    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[shape.rope_stages :]), piece_values)
 
 
 def _by_key(scales, group, groups, layout):

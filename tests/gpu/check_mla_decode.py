@@ -13,10 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -117,18 +116,7 @@ def as_format(latents: jax.Array, kv: str) -> Latents:
     return QuantizedLatents(values, latents[..., RANK:], scale)
 
 
-@contextmanager
-def changed(constants: dict | None) -> Iterator[None]:
-    """Constants of the modules with other values."""
-    with ExitStack() as stack:
-        for module in (mosaic, mosaic_8bit, decode_parts):
-            for constant, value in (constants or {}).items():
-                if hasattr(module, constant):
-                    stack.enter_context(patch.object(module, constant, value))
-        yield
-
-
-def check(name: str, kv: str = "bf16", constants: dict | None = None) -> dict:
+def check(name: str, kv: str = "bf16") -> dict:
     batch, tokens, heads, page_size, spec = CHECKED[name]
     lengths = lengths_of(spec, batch)
     table, pages = table_of(lengths, page_size)
@@ -150,8 +138,7 @@ def check(name: str, kv: str = "bf16", constants: dict | None = None) -> dict:
 
     places = table, lengths
     make = jax.jit(operands).lower(written).compile()
-    with changed(constants):
-        kernel, exact = (jax.jit(f).lower(*make.out_info, *places).compile() for f in (kernel_of(kv), exact))
+    kernel, exact = (jax.jit(f).lower(*make.out_info, *places).compile() for f in (kernel_of(kv), exact))
     with alone(os.environ[LOCK], HELD_SECONDS):
         arguments = *make(written), *places
         runs = [jax.device_get(kernel(*arguments)) for _ in range(3)]
@@ -167,7 +154,7 @@ def check(name: str, kv: str = "bf16", constants: dict | None = None) -> dict:
     return {"said": said} if good else {"said": said, "failed": f"; bounds {NORM_BOUND}, {LSE_BOUND}"}
 
 
-def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS, constants: dict | None = None) -> dict:
+def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS) -> dict:
     """Time of the operation for several layers in one program: nothing of a layer is in the L2 when its turn comes."""
     batch, tokens, heads, page_size, spec, peer = TIMED[name]
     lengths = lengths_of(spec, batch)
@@ -186,8 +173,7 @@ def measure(name: str, kv: str = "bf16", processors: int = PROCESSORS, constants
         return q, QuantizedLatents(values, rope, scale)
 
     make = jax.jit(operands).lower().compile()
-    with changed(constants):
-        program = jax.jit(whole).lower(*make.out_info, table, lengths).compile()
+    program = jax.jit(whole).lower(*make.out_info, table, lengths).compile()
     with alone(os.environ[LOCK], HELD_SECONDS):
         arguments = *make(), jnp.asarray(table), jnp.asarray(lengths)
         timing = time_of(lambda _: program(*arguments), jax.block_until_ready, REPEATS)
@@ -221,16 +207,6 @@ def parts_of(kernels: list[tuple[str, float]]) -> tuple[list[float], list[float]
     return attending, merging, [seconds for name, seconds in kernels if "mla_decode" not in name]
 
 
-TURNED = {"_TURNED": True}
-VARIANTS = {
-    # kind, case, constants of the modules in place of theirs
-    "turned": ("int8", "b128 h16 8K", TURNED),
-    "turned, 128K": ("int8", "b16 h16 128K", TURNED),
-    "turned, uneven": ("int8", "b64 h16 512K + 63 short", TURNED),
-    "turned, registers 168": ("int8", "b128 h16 8K", TURNED | {"_REGISTERS": {True: (152, 176), False: (168, 168)}}),
-    "turned, three rope stages": ("int8", "b128 h16 8K", TURNED | {"_ROPE_STAGES": 3}),
-    "turned, three stages": ("int8", "b128 h16 8K", TURNED | {"_STAGES": {False: 3, True: 3}}),
-}
 FIRST = "b128 h16 8K", "b128 h128 4K", "b16 h16 128K", "b64 h16 512K + 63 short"
 
 
@@ -243,16 +219,9 @@ def cases() -> dict[str, Callable[[], dict]]:
     def times(names, kinds=KINDS):
         return {f"time {kv} {name}": functools.partial(measure, name, kv) for name in names for kv in kinds}
 
-    variants = {
-        f"variant {title}: {kv} {name}": functools.partial(measure, name, kv, constants=constants)
-        for title, (kv, name, constants) in VARIANTS.items()
-    }
     small = ["one tile", "odd lengths", "a few tiles", "one long"]
-    turned: dict[str, Callable[[], dict]] = {
-        f"check int8 turned {name}": functools.partial(check, name, "int8", TURNED)
-        for name in ("odd lengths", "tokens", "20 heads", "8 heads, 3 tokens")
-    }
-    found = turned | checks(small, ("int8", "fp8_e4m3")) | times(FIRST, ("bf16", "int8", "fp8_e4m3")) | variants
+    found = checks(small, ("int8", "fp8_e4m3")) | checks(("tokens", "20 heads", "8 heads, 3 tokens"), ("int8",))
+    found |= times(FIRST, ("bf16", "int8", "fp8_e4m3"))
     found |= checks(CHECKED, ("fp8_e5m2",)) | checks(CHECKED, ("int8", "bf16")) | times(TIMED, ("bf16", "int8"))
     return found | checks(CHECKED) | times(TIMED)
 

@@ -58,15 +58,14 @@ def strided(numbers, first, step: int, layout) -> jax.Array:
 
 INT8, E4M3, E5M2 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
 CASES = {
-    # type, tokens, heads, page size, lengths, scores of int8 turned round, thread blocks
-    "int8, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], False, 3),
-    "int8 turned, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], True, 3),
-    "int8, one long": (INT8, 1, 16, 128, [900, 3, 1], False, 5),
-    "int8, four tokens": (INT8, 4, 16, 64, [1, 66, 131], False, 1),
-    "int8 turned, 20 heads": (INT8, 1, 20, 64, [65, 200], True, 2),
-    "e4m3, lengths around a page": (E4M3, 1, 16, 64, [0, 65, 129], False, 3),
-    "e4m3, four tokens": (E4M3, 4, 16, 64, [1, 66], False, 1),
-    "e5m2, 20 heads": (E5M2, 1, 20, 64, [65, 200], False, 2),
+    # type, tokens, heads, page size, lengths, thread blocks
+    "int8, lengths around a page": (INT8, 1, 16, 64, [0, 1, 63, 64, 65, 129], 2),
+    "int8, one long": (INT8, 1, 16, 128, [900, 3, 1], 5),
+    "int8, four tokens": (INT8, 4, 16, 64, [1, 66, 131], 1),
+    "int8, 20 heads": (INT8, 1, 20, 64, [65, 200], 2),
+    "e4m3, lengths around a page": (E4M3, 1, 16, 64, [0, 65, 129], 3),
+    "e4m3, four tokens": (E4M3, 4, 16, 64, [1, 66], 1),
+    "e5m2, 20 heads": (E5M2, 1, 20, 64, [65, 200], 2),
 }
 SLOW = "one long", "e4m3, four", "20 heads"
 
@@ -75,11 +74,10 @@ SLOW = "one long", "e4m3, four", "20 heads"
     "name", [pytest.param(n, marks=[pytest.mark.slow] if any(s in n for s in SLOW) else []) for n in CASES]
 )
 def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    *kind, turned, processors = CASES[name]
+    *kind, processors = CASES[name]
     q, *rest = case(*kind)
     run = functools.partial(mosaic.mla_decode, kv_rank=RANK, scale=SCALE, multiprocessors=processors)
     plain_parts = {function.__name__: function for function in (load, rows, store, store_transposed, strided)}
-    monkeypatch.setattr(mosaic, "_TURNED", turned)
     with interpreted(capsys, monkeypatch), patch.multiple(transposed, **plain_parts):
         out, lse = jax.block_until_ready(jax.jit(run)(q, *rest))
     wanted, wanted_lse = mla_decode(q.astype(jnp.float32), *rest, kv_rank=RANK, scale=SCALE)
