@@ -35,8 +35,8 @@ from jaxinfer.kernels.mosaic.decode_parts import TILE
 
 _STAGES = {False: 4, True: 3}
 """Tiles in shared memory at a time: of int8, and of 8-bit floats, whose queries take more of it."""
-_ROPE_STAGES = {False: 2, True: 3}
-"""Tiles of rotated keys, and of weights, at a time: three of int8 with fewer heads than 64."""
+_ROPE_STAGES = 2
+"""Tiles of rotated keys, and of weights, at a time."""
 _REGISTERS = {True: (152, 176), False: (200, 152)}
 """Of the score warpgroup and a value warpgroup: of 64 heads, whose output takes 128 of these, and of fewer."""
 _SCORES = 2
@@ -62,10 +62,6 @@ class _Shape(parts.Shape):
     @property
     def stages(self) -> int:
         return _STAGES[self.floats]
-
-    @property
-    def rope_stages(self) -> int:
-        return _ROPE_STAGES[self.turned and not self.floats]
 
     @property
     def turned(self) -> bool:
@@ -152,18 +148,18 @@ def _attend(shape, tiles_per_page, operands):
     """Rows of the results: sequences, where they are whole, then two partial ones for every part."""
     scratch = {
         "values": parts.tiles((2, shape.stages, TILE, shape.half), shape.values),
-        "rope": parts.tiles((shape.rope_stages, TILE, shape.rope), shape.dtype),
-        "weights": parts.tiles((shape.rope_stages, TILE, TILE), jnp.dtype(jnp.float16)),
+        "rope": parts.tiles((_ROPE_STAGES, TILE, shape.rope), shape.dtype),
+        "weights": parts.tiles((_ROPE_STAGES, TILE, TILE), jnp.dtype(jnp.float16)),
         "q": parts.tiles((1, shape.scores[1], shape.rank - shape.held), operands["q"].dtype),
         "q_rope": parts.tiles((shape.scores[1], shape.rope), shape.dtype),
         "scale": plgpu.SMEM((2, shape.stages, TILE * shape.groups), jnp.float32),
-        "factor": plgpu.SMEM((shape.rope_stages, TILE), jnp.float32),
+        "factor": plgpu.SMEM((_ROPE_STAGES, TILE), jnp.float32),
         "inverse": plgpu.SMEM((TILE,), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2),
         "values_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.stages),
-        "rope_full": plgpu.Barrier(num_barriers=shape.rope_stages),
-        "weights_full": plgpu.Barrier(num_barriers=shape.rope_stages),
-        "weights_empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.rope_stages),
+        "rope_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
+        "weights_full": plgpu.Barrier(num_barriers=_ROPE_STAGES),
+        "weights_empty": plgpu.Barrier(num_arrivals=2, num_barriers=_ROPE_STAGES),
         "inverse_full": plgpu.Barrier(),
         "inverse_empty": plgpu.Barrier(num_arrivals=2),
     }
@@ -213,7 +209,7 @@ def _thread_block(shape, tiles_per_page, operands, out, lse, scratch):
 
 
 def _slots(shape, done):
-    return lax.rem(done, jnp.int32(shape.stages)), lax.rem(done, jnp.int32(shape.rope_stages))
+    return lax.rem(done, jnp.int32(shape.stages)), lax.rem(done, jnp.int32(_ROPE_STAGES))
 
 
 def _scores(shape, operands, lse, scratch):
@@ -341,7 +337,7 @@ def _scores(shape, operands, lse, scratch):
                 weights = weights * of_keys(k_scale(0) * (_LARGEST_WEIGHT / bound))
 
             # The values are done with the tile whose weights lay there.
-            @pl.when(done >= shape.rope_stages)
+            @pl.when(done >= _ROPE_STAGES)
             def _():
                 plgpu.barrier_wait(scratch["weights_empty"].at[rope_slot])
 
@@ -372,7 +368,7 @@ def _scores(shape, operands, lse, scratch):
 
     done, finished = parts.pieces(shape, operands, (jnp.int32(0), jnp.int32(0)), piece_scores)
     inverse_read(finished)
-    for slot in range(shape.rope_stages):
+    for slot in range(_ROPE_STAGES):
         # What was not waited for would be missing at the next wait.
         pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(scratch["weights_empty"].at[slot]))
 
@@ -411,7 +407,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
     for number in map(jnp.int32, range(shape.stages)):
         tile, sequence = locate(number, sequence)
         copy_values(number, tile)
-        if len(ahead) < shape.rope_stages:
+        if len(ahead) < _ROPE_STAGES:
             pl.when(second)(functools.partial(copy_rope, number, tile))
         ahead = *ahead, tile
 
@@ -454,7 +450,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
                 # The page table is read while there is nothing to multiply yet.
                 next_tile, sequence = locate(done + shape.stages, sequence)
                 plgpu.barrier_wait(scratch["weights_full"].at[rope_slot])
-                pl.when(second)(functools.partial(copy_rope, done + shape.rope_stages, ahead[0]))
+                pl.when(second)(functools.partial(copy_rope, done + _ROPE_STAGES, ahead[0]))
                 factor = plgpu.load(scratch["factor"].at[rope_slot, pl.ds(0, width)], layout=_COLUMN)
                 weights = scratch["weights"].at[rope_slot, pl.ds(0, width)].transpose((1, 0))
                 for number in range(blocks):
@@ -488,7 +484,7 @@ def _values(shape, tiles_per_page, operands, out, scratch, warpgroup):
 
         return pl.run_scoped(attended, [plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)] * blocks)
 
-    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[shape.rope_stages :]), piece_values)
+    parts.pieces(shape, operands, (jnp.int32(0), sequence, ahead[_ROPE_STAGES:]), piece_values)
 
 
 def _by_key(scales, group, groups, layout):
