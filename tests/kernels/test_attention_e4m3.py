@@ -111,7 +111,10 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+SLOW = "fewer items than thread blocks", "nothing before the last block", "heads of 192"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in INTERPRETED])
 def test_kernel_against_the_reference(name: str, capsys: pytest.CaptureFixture):
     *shape, limits, multiprocessors = INTERPRETED[name]
     compare(*case(0, *shape), limits, capsys, multiprocessors)
@@ -130,6 +133,7 @@ def test_any_key_limits(capsys: pytest.CaptureFixture):
     compare(q, rising(latents), k_b, v_b, limits, capsys, scale=3.0)
 
 
+@pytest.mark.slow
 def test_falling_scores(capsys: pytest.CaptureFixture):
     """The first tile outweighs what follows by more than float32 holds."""
     q, latents, k_b, v_b = case(2, 64, 400, 1, 64, 64, 64)
@@ -161,6 +165,7 @@ def test_rows_that_fill_up_a_block_see_nothing(capsys: pytest.CaptureFixture):
     assert np.all(np.isfinite(lse[:, :72]))
 
 
+@pytest.mark.slow
 def test_what_was_not_written_is_never_read(capsys: pytest.CaptureFixture):
     q, latents, k_b, v_b = case(4, 100, 200, 2, 64, 64, 64)
     compare(q, latents.at[90:].set(jnp.nan), k_b, v_b, np.arange(100) * 90 // 99, capsys)

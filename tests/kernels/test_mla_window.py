@@ -66,7 +66,10 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+QUICK = "window", "DeepSeek's heads", "one query, one key", "shared keys", "held runs only"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in INTERPRETED])
 def test_kernel_against_the_reference(name: str, capsys: pytest.CaptureFixture):
     *shape, (first, limit), arguments = INTERPRETED[name]
     q, context, k_b, v_b = case(0, *shape)
