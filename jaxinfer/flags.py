@@ -83,10 +83,7 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "type of the products of dense attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds "
         "queries, keys, values and weights to e4m3",
     )
-    attention = (
-        "which positions a query reads: auto (dense, on a GPU only as far as hybrid is not measured to be faster), or "
-        f"{POLICY_FORMS}"
-    )
+    attention = f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}"
     if "attention" in lists:
         flags.DEFINE_list(
             "attention", "auto", f'{attention}. Several are separated by commas; quote one with commas (")'
