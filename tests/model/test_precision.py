@@ -195,6 +195,12 @@ def inside(jaxpr) -> Iterator:
                     yield from inside(inner)
 
 
+PASSED_ON = (
+    *("reshape", "gather", "pad", "jit", "custom_vmap_call", "scan", "while", "cond"),
+    "optimization_barrier",  # between products that XLA would merge; it does nothing
+)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_one_unbroken_path_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Of a layer as it is lowered for a GPU: each activation is cast once, for all products that read it, nothing is
@@ -224,7 +230,7 @@ def test_one_unbroken_path_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatch)
             if name in ("convert_element_type", "round") and any(map(small, equation.outvars)):
                 found["cast"] += 1
             if any(map(small, equation.invars)):
-                assert name in ("reshape", "gather", "pad", "jit", "custom_vmap_call", "scan", "while", "cond"), name
+                assert name in PASSED_ON, name
                 found[name] += 1
         assert found["cast"] == casts
         assert found["custom_vmap_call"] == products
