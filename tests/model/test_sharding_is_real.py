@@ -107,7 +107,7 @@ def test_memory_of_the_experts_is_bounded_by_the_formula(mesh_text: str, kind: s
     rules = Rules(parse(mesh_text))
     mesh, plan = make(rules.mesh), Plan.prefill(rules)
     ranks = rules.mesh.cp * rules.mesh.ep
-    tokens = 4 * exchange_tokens(2**20, ranks)
+    tokens = 8 * exchange_tokens(2**20, ranks)
     precision = Precision.named(kind, config, jnp.dtype(jnp.bfloat16))
     layer = MoE(config, precision)
     weights = specs(layer, 1, rules, mesh)
