@@ -14,13 +14,17 @@ ACCELERATOR := $(if $(DRIVER),$(shell [ $(DRIVER) -ge 580 ] && echo cuda13 || ec
 serve: $(VENV)/.installed-$(ACCELERATOR)
 	exec $(VENV)/bin/python -m jaxinfer.serve $(ARGS)
 
+# Processes that run test files side by side; each takes up to 5 GB.  make test WORKERS=4
+WORKERS := 2
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+
 # make test ARGS="-k scheduler"
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # The slow cases too; those that need a GPU are run with: pytest --gpu -m gpu
 test-all: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

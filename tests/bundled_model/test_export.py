@@ -44,6 +44,7 @@ def test_weights_come_back(exported):
     jax.tree.map(np.testing.assert_array_equal, back, rounded)
 
 
+@pytest.mark.slow
 def test_engine_computes_the_same(exported):
     folder, _ = exported
     config = from_hf(SMALL)

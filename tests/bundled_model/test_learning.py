@@ -46,6 +46,7 @@ def copy_batch(rng: np.random.Generator, rows: int = 32) -> Batch:
     )
 
 
+@pytest.mark.slow
 def test_learns_to_copy_and_keeps_the_experts_busy(config, tmp_path):
     state = optimizer.initial_state(config, 0)
     step = jax.jit(

@@ -7,7 +7,7 @@ from jaxinfer.engine.request import SamplingParams
 from jaxinfer.llm import LLM
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "cp=2,ep=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "cp=2,ep=2"])
 def test_prompts_of_unequal_lengths_are_scored_as_alone(mesh: str):
     """Contexts of several tiles in one replica, while the other has fewer."""
     rng = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def test_shares_add_up_and_follow_the_policy(llm: LLM, ids: list[int]):
     assert (by_group[0] >= by_group[1] - 1e-5).all()
 
 
+@pytest.mark.slow
 def test_budgets_for_everything_miss_nothing(llm: LLM, ids: list[int]):
     policy = parse_policy(f"hybrid:{GRID},candidates=24,retrieve_blocks=20,hot_blocks=2")
     mass = attention_mass(llm, ids, ROWS, layers=[2], policy=policy)

@@ -44,7 +44,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_every_value_is_found(mesh: str, precision: str) -> None:
     with opened(8192, mesh, precision) as llm:
         assert found(llm, lookups(512)) == LOOKUPS

@@ -23,10 +23,13 @@ def empty(kv: str, *lead: int):
 
 
 def operands(kv: str):
-    """A cache of ones, and rows: large, small, of zeros, with a NaN; the fourth belongs to no page."""
+    """A cache of ones, and rows: large, small, of zeros; the fourth belongs to no page.
+
+    Their numbers have so few bits that sums of squares are exact, in whatever order a machine adds them up.
+    """
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), empty(kv, LAYERS, PAGES, PAGE))
-    latents = rng.normal(size=(5, RANK + ROPE)) * np.array([[1.0], [1e3], [0.0], [1.0], [1e-3]])
+    latents = np.round(rng.normal(size=(5, RANK + ROPE)) * 16) / 16 * np.exp2([[0.0], [10.0], [-np.inf], [0.0], [-10.0]])
     page, offset = jnp.asarray([2, 0, 2, PAGES, 1], jnp.int32), jnp.asarray([1, 3, 0, 2, 0], jnp.int32)
     norm = jnp.asarray(rng.uniform(0.5, 2, size=RANK), jnp.bfloat16)
     angles = rng.uniform(0, 100, size=(5, ROPE // 2))

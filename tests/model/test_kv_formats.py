@@ -68,7 +68,7 @@ def answers(name: str, kv: str, mesh: str, prompt: list[int]) -> tuple[np.ndarra
     "kv, name, mesh",
     [
         ("int8", "deepseek_v3", "cp=1"),
-        ("int8", "deepseek_v2_lite", "cp=4"),
+        pytest.param("int8", "deepseek_v2_lite", "cp=4", marks=pytest.mark.slow),
         ("fp8_e4m3", "deepseek_v3", "cp=2"),
         pytest.param("fp8_e5m2", "deepseek_v3", "dp=2,cp=4", marks=pytest.mark.slow),
         pytest.param("int8", "deepseek_v3", "cp=4,ep=2", marks=pytest.mark.slow),

@@ -115,7 +115,7 @@ def test_fixtures(mesh: str, name: str, kind: str):
 @pytest.mark.parametrize(
     "mesh, kind, changes, first_ffn",
     [
-        ("cp=1", "fp8", {}, False),
+        pytest.param("cp=1", "fp8", {}, False, marks=pytest.mark.slow),
         ("cp=2", "fp8", IN_BLOCKS, True),
         pytest.param("cp=1", "int8", {}, True, marks=pytest.mark.slow),
         pytest.param("cp=4", "fp8", {}, True, marks=pytest.mark.slow),
