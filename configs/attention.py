@@ -31,8 +31,10 @@ class Hybrid:
     tokens."""
     block: int = 128
     """Tokens of a key block, the unit of retrieval."""
-    group: int = 32
+    group: int = 4
     """Tokens of a group, whose mean stands for them in the first level of retrieval."""
+    index_dim: int = 64
+    """Numbers that the mean is reduced to (see `kernels.selection.index`), all of a latent at most."""
     query_block: int = 32
     """Neighbouring queries of one sequence that share their lists of blocks."""
     head_groups: int = 4
@@ -59,7 +61,17 @@ class Hybrid:
     """(first, end, policy): layers `first .. end - 1` follow a policy of their own."""
 
     def __post_init__(self):
-        for name in ("window", "sinks", "anchor_gap", "block", "group", "query_block", "head_groups", "probes"):
+        for name in (
+            "window",
+            "sinks",
+            "anchor_gap",
+            "block",
+            "group",
+            "query_block",
+            "index_dim",
+            "head_groups",
+            "probes",
+        ):
             self._expect_integer(name, 1)
         for name in ("voters", "candidates", "retrieve_blocks", "hot_epoch"):
             self._expect_integer(name, 1)
@@ -110,7 +122,7 @@ class Hybrid:
     @property
     def _grid(self) -> dict[str, Any]:
         """What layers share: the lists that are made once a step, and what lies beside the cache."""
-        names = ("sinks", "anchor_gap", "anchor_boundaries", "block", "group", "query_block", "hot_epoch")
+        names = ("sinks", "anchor_gap", "anchor_boundaries", "block", "group", "index_dim", "query_block", "hot_epoch")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -130,13 +142,17 @@ class Hybrid:
                 return policy
         return replace(self, layers=())
 
-    def for_heads(self, heads: int) -> "Hybrid":
-        """The policy for a model of so many heads: with as many groups of them as divide both."""
+    def for_model(self, heads: int, latent_dim: int) -> "Hybrid":
+        """The policy for a model of so many heads and numbers of a latent.
+
+        It has as many groups of heads as divide both, and an index of no more numbers than there are.
+        """
         entries = tuple(
-            (first, end, policy.for_heads(heads) if isinstance(policy, Hybrid) else policy)
+            (first, end, policy.for_model(heads, latent_dim) if isinstance(policy, Hybrid) else policy)
             for first, end, policy in self.layers
         )
-        return replace(self, head_groups=math.gcd(self.head_groups, heads), layers=entries)
+        groups, size = math.gcd(self.head_groups, heads), min(self.index_dim, latent_dim)
+        return replace(self, head_groups=groups, index_dim=size, layers=entries)
 
 
 type Policy = Dense | Hybrid
@@ -145,10 +161,10 @@ DENSE = Dense()
 
 PRESETS: dict[str, Hybrid] = {
     "fast": Hybrid(
-        group=64, candidates=48, probes=2, voters=16, head_groups=1, retrieve_blocks=12, hot_blocks=2, query_block=32
+        group=8, candidates=48, probes=2, voters=16, head_groups=1, retrieve_blocks=12, hot_blocks=2, query_block=32
     ),
     "balanced": Hybrid(),
-    "accurate": Hybrid(candidates=128, voters=64, head_groups=8, retrieve_blocks=48, hot_blocks=8),
+    "accurate": Hybrid(index_dim=128, candidates=128, voters=64, head_groups=8, retrieve_blocks=48, hot_blocks=8),
 }
 """Budgets by name: about 7.0, 7.8 and 12.4 thousand keys a query on the mean of a prompt of a million tokens."""
 

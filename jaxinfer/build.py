@@ -21,6 +21,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.step import Capacity
+from jaxinfer.model.index import index_projections
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import rope_table
@@ -71,7 +72,7 @@ def build_engine(
         config,
         precision,
         params,
-        _rope(config, capacity.max_context, mesh),
+        _tables(config, precision, params, policy, capacity.max_context, mesh),
         policy,
         _anchors(policy, source),
         cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv, policy),
@@ -121,7 +122,7 @@ def _policy(options: EngineOptions, config: ModelConfig, rules: Rules, layout: L
         policy = automatic_policy(options.max_context or config.max_positions) if on_gpu else DENSE
     if isinstance(policy, Dense):
         return policy
-    policy = policy.for_heads(config.num_heads)
+    policy = policy.for_model(config.num_heads, config.latent_dim)
     reason = _reason_against(policy, config, rules, layout)
     if reason is None:
         return policy
@@ -227,10 +228,15 @@ def _tile_tokens(on_gpu: bool) -> int:
     return 8192 if on_gpu else 512
 
 
-def _rope(config: ModelConfig, positions: int, mesh: Mesh) -> Tree:
+def _tables(
+    config: ModelConfig, precision: Precision, params: Tree, policy: Dense | Hybrid, positions: int, mesh: Mesh
+) -> Tree:
     everywhere = NamedSharding(mesh, PartitionSpec())
     cos, sin = rope_table(config.rope, config.qk_rope_head_dim, positions)
-    return {"cos": jax.device_put(cos, everywhere), "sin": jax.device_put(sin, everywhere)}
+    tables: Tree = {"cos": jax.device_put(cos, everywhere), "sin": jax.device_put(sin, everywhere)}
+    if isinstance(policy, Hybrid):
+        tables["index"] = index_projections(params, config, policy.index_dim, precision.dtype, mesh)
+    return tables
 
 
 def _log_replicated(config: ModelConfig, rules: Rules) -> None:

@@ -24,13 +24,14 @@ class Cache(NamedTuple):
 
     latents: Any
     """`kernels.latents.Latents`, a row for each token."""
-    means: Any = None
-    """A row for each group of tokens: `group_means` of `[kv_rank + rope]`, in bfloat16 where latents are quantised."""
+    index: Any = None
+    """A row for each group of tokens: `group_index` of `[index_dim]`, in bfloat16 where latents are quantised."""
     records: Any = None
     """A row for each query block: int32 `[RECORDED, 2]`, what it retrieved (see `kernels.selection.hot`)."""
     reads: Any = None
-    """Of ranks, not of pages, float32 `[layers, ranks, 2, 2]`: how many hot and how many retrieved blocks the queries
-    of the last prefill and of the last decode read, summed over queries, on the mean of the groups of heads."""
+    """Of ranks, not of pages, float32 `[layers, ranks, 2, 4]`, of the last prefill and of the last decode: how many hot
+    and how many retrieved blocks the queries read, summed over queries, on the mean of the groups of heads; and, of
+    prefill, the captured softmax mass of sampled queries, summed, and how many were sampled."""
 
 
 def cache_spec(
@@ -55,11 +56,11 @@ def cache_spec(
     latents = QuantizedLatents(**arrays) if kind.quantized else arrays["values"]
     if isinstance(policy, Dense):
         return Cache(latents)
-    means = array(page_size // policy.group, config.latent_dim, of="bfloat16" if kind.quantized else kind.dtype)
+    index = array(page_size // policy.group, policy.index_dim, of="bfloat16" if kind.quantized else kind.dtype)
     records = array(page_size // policy.query_block, RECORDED, 2, of="int32")
-    ranks = config.num_layers, rules.mesh.replicas * rules.mesh.cp, 2, 2
+    ranks = config.num_layers, rules.mesh.replicas * rules.mesh.cp, 2, 4
     sharding = rules.sharding(mesh, (None, "pages", None, None), ranks)
-    return Cache(latents, means, records, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding))
+    return Cache(latents, index, records, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding))
 
 
 def allocate(spec: Cache) -> Cache:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxinfer.bench.operation import Case, Operation, Work, float64, spread
 from jaxinfer.configs.attention import Hybrid
-from jaxinfer.kernels.selection.means import group_means
+from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 
@@ -41,7 +41,7 @@ class Selection(Operation):
         return super().cases(shape)
 
     def _policy(self, case: Case) -> Hybrid:
-        return Hybrid().for_heads(case.shape[2])
+        return Hybrid().for_model(case.shape[2], LATENT)
 
     def _ends(self, case: Case) -> np.ndarray:
         queries, tokens, _ = case.shape
@@ -53,11 +53,12 @@ class Selection(Operation):
         queries, tokens, heads = case.shape
         policy, end = self._policy(case), jnp.asarray(self._ends(case))
         n, size = queries // policy.query_block, policy.query_block
-        keys = jax.random.split(jax.random.key(seed), 3)
+        keys = jax.random.split(jax.random.key(seed), 4)
         q = jax.random.normal(keys[0], (n, size, heads, LATENT), jnp.bfloat16)
         context = jax.random.normal(keys[1], (tokens, LATENT), jnp.bfloat16)
         context = jnp.where(positive, jnp.abs(context), context)
         lse = jax.random.normal(keys[2], (n, size, heads), jnp.float32) + 14
+        projection = jax.random.normal(keys[3], (LATENT, policy.index_dim), jnp.bfloat16) / policy.index_dim**0.5
         free = jnp.arange(tokens) % policy.anchor_gap != 0
         return (
             q,
@@ -66,7 +67,8 @@ class Selection(Operation):
             jnp.full_like(end, policy.sinks // policy.block),
             end,
             context,
-            group_means(context, policy.group),
+            group_index(context, projection, policy.group),
+            projection,
             free,
         )
 
@@ -77,7 +79,7 @@ class Selection(Operation):
         return retrieve(*operands, scale=SCALE, **sizes, implementation=implementation)
 
     def sample(self, case, operands, result):
-        q, valid, lse, _, _, context, _, free = operands
+        q, valid, lse, _, _, context, *_, free = operands
         policy = self._policy(case)
         some = spread(q.shape[0], _COMPARED)
         voting = np.asarray(voting_heads(case.shape[2], policy.head_groups, policy.voters))
@@ -105,9 +107,8 @@ class Selection(Operation):
         _, tokens, heads = case.shape
         policy, ends = self._policy(case), self._ends(case)
         rows = policy.probes * min(policy.voters, heads)
-        means = float(ends.sum()) * policy.block / policy.group
+        groups = float(ends.sum()) * policy.block / policy.group
         keys = float(len(ends)) * policy.candidates * policy.block
-        moved = 2 * LATENT * (tokens + tokens / policy.group + len(ends) * rows) + 8 * len(ends) * (
-            policy.head_groups * policy.candidates
-        )
-        return Work(flops=2 * LATENT * rows * (means + keys), bytes=moved)
+        moved = 2 * LATENT * (tokens + len(ends) * rows) + 2 * policy.index_dim * tokens / policy.group
+        moved += 8 * len(ends) * policy.head_groups * policy.candidates
+        return Work(flops=2 * rows * (policy.index_dim * groups + LATENT * keys), bytes=moved)

@@ -41,7 +41,7 @@ class EngineStats:
     faults: int
     finished: dict[str, int]
     prefill_progress: dict[str, tuple[int, int]]
-    reads: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

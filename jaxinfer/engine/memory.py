@@ -54,18 +54,26 @@ def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules:
 def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, heads: int, itemsize: int) -> int:
     """Bytes that one layer of hybrid attention needs on a device beside what dense attention does.
 
-    What grows with the context: one sequence whole, its means and records, and the masses of its blocks for each query
+    What grows with the context: one sequence whole, its index and records, and the masses of its blocks for each query
     block of a chunk.
     """
     tokens, context, latent = capacity.chunk_size, capacity.max_context + policy.hot_epoch, config.latent_dim
     query_blocks, blocks = tokens // policy.query_block + capacity.max_segments, context // policy.block
     gathered = 2 * context * latent * itemsize + context // policy.query_block * RECORDED * 2 * 4 * 2
+    gathered += 2 * context // policy.group * policy.index_dim * itemsize
     masses = 3 * query_blocks * blocks * 4 + context // policy.hot_epoch * blocks * 4 * 2
     absorbed = query_blocks * policy.query_block * heads * latent * (2 * itemsize + 2 * 4)
     lists = query_blocks * policy.candidates * policy.head_groups * 4 * 4
     voters = min(policy.voters, heads)
     selection = retrieve.workspace(
-        query_blocks, blocks, latent, probes=policy.probes, voters=voters, candidates=policy.candidates
+        query_blocks,
+        blocks,
+        latent,
+        index_dim=policy.index_dim,
+        per_block=policy.block // policy.group,
+        probes=policy.probes,
+        voters=voters,
+        candidates=policy.candidates,
     )
     return gathered + masses + absorbed + lists + selection + _SCORE_BYTES
 

@@ -29,10 +29,10 @@ class Programs:
     """Jitted functions over global arrays; each is compiled once per shape of its batch.
 
     Attributes:
-        prefill: `(params, cache, rope, PrefillBatch) -> (cache, hidden [R, cp, T, d])`; takes the cache over.
+        prefill: `(params, cache, tables, PrefillBatch) -> (cache, hidden [R, cp, T, d])`; takes the cache over.
         rows: `(params, hidden, rank [R, W], index [R, W]) -> logits [R, W, vocab]`, float32: the logits of W rows of a
             prefill's output, each named by its rank and its index there; index -1 gives a row of no meaning.
-        decode: `(params, cache, rope, DecodeBatch) -> (cache, logits [R, B, vocab])`; takes the cache over.
+        decode: `(params, cache, tables, DecodeBatch) -> (cache, logits [R, B, vocab])`; takes the cache over.
         sample: `jaxinfer.engine.sampling.sample`.
         score: `jaxinfer.engine.sampling.score`.
     """
@@ -59,15 +59,16 @@ class Programs:
         """Float32 weights mean reference arithmetic: a GPU would otherwise round the operands to TF32."""
         return jax.default_matmul_precision("highest") if self._full_precision else nullcontext()
 
-    def _prefill(self, params, cache, rope, batch: PrefillBatch):
-        def step(params, cache, rope, batch):
-            hidden, cache = self._model.hidden(params, cache, rope, local(batch), self._layout, self._plans["prefill"])
+    def _prefill(self, params, cache, tables, batch: PrefillBatch):
+        def step(params, cache, tables, batch):
+            plan = self._plans["prefill"]
+            hidden, cache = self._model.hidden(params, cache, tables, local(batch), self._layout, plan)
             return cache, hidden[None, None]
 
         specs = self._params, self._cache, PartitionSpec(), batch_specs(batch, self._rules)
         with self._precision():
             return self._spread(step, specs, (self._cache, PartitionSpec(self._replica, self._context)))(
-                params, cache, rope, batch
+                params, cache, tables, batch
             )
 
     def _rows(self, params, hidden, rank, index):
@@ -81,15 +82,15 @@ class Programs:
         with self._precision():
             return self._spread(step, specs, by_replica)(params, hidden, rank, index)
 
-    def _decode(self, params, cache, rope, batch: DecodeBatch):
-        def step(params, cache, rope, batch):
+    def _decode(self, params, cache, tables, batch: DecodeBatch):
+        def step(params, cache, tables, batch):
             plan = self._plans["decode"]
-            hidden, cache = self._model.hidden(params, cache, rope, local(batch), self._layout, plan)
+            hidden, cache = self._model.hidden(params, cache, tables, local(batch), self._layout, plan)
             return cache, self._model.logits(params, hidden, plan)[None]
 
         specs = self._params, self._cache, PartitionSpec(), batch_specs(batch, self._rules)
         with self._precision():
-            return self._spread(step, specs, (self._cache, PartitionSpec(self._replica)))(params, cache, rope, batch)
+            return self._spread(step, specs, (self._cache, PartitionSpec(self._replica)))(params, cache, tables, batch)
 
 
 def _spec(array: Any) -> PartitionSpec:

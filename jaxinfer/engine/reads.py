@@ -1,6 +1,7 @@
-"""How many keys the queries of hybrid attention read, by source: what `/metrics` says of it.  Numpy only."""
+"""How many keys the queries of hybrid attention read, by source, and how much of the softmax mass lies in them: what
+`/metrics` says of it.  Numpy only."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -25,13 +26,13 @@ class ReadCounter:
     def __init__(self, policies: Policies):
         self._policies = policies
 
-    def of_step(self, step: Step, blocks: np.ndarray) -> dict[str, int]:
-        """`queries` and the keys of each source.
+    def of_step(self, step: Step, reads: np.ndarray) -> dict[str, float]:
+        """`queries` and the keys of each source; `sampled`, the queries whose `captured` shares of the softmax mass are
+        added up.
 
-        `blocks [layers, ranks, 2, 2]` is the cache's `reads` after the step: of prefill and decode, if there was any,
-        the hot and the retrieved blocks that each layer's queries of each rank read.
+        `reads [layers, ranks, 2, 4]` are the cache's after the step (see `jaxinfer.cache.Cache`).
         """
-        found = Counter[str]()
+        found: dict[str, float] = defaultdict(float)
         for segments in step.prefill:
             for segment in segments:
                 self._count(found, segment.sequence, np.arange(segment.start, segment.end))
@@ -42,12 +43,15 @@ class ReadCounter:
             for layer, number in enumerate(self._policies.of_layer if ran else ()):
                 policy = self._policies.distinct[number]
                 if isinstance(policy, Hybrid):
-                    hot, retrieved = blocks[layer, :, kind].sum(axis=0) * policy.block
-                    found["hot"] += round(float(hot))
-                    found["retrieved"] += round(float(retrieved))
+                    hot, retrieved, captured, sampled = reads[layer, :, kind].sum(axis=0)
+                    found["hot"] += round(float(hot) * policy.block)
+                    found["retrieved"] += round(float(retrieved) * policy.block)
+                    if kind == 0:
+                        found["captured"] += float(captured)
+                        found["sampled"] += round(float(sampled))
         return dict(found)
 
-    def _count(self, found: Counter[str], sequence: Sequence, positions: np.ndarray) -> None:
+    def _count(self, found: dict[str, float], sequence: Sequence, positions: np.ndarray) -> None:
         anchors = np.asarray(sequence.anchors)
         for number, layers in Counter(self._policies.of_layer).items():
             policy = self._policies.distinct[number]

@@ -35,7 +35,8 @@ class Runner:
         config: the model.
         precision: in which it is held and computed.
         params: its weights, laid out as `parameter_specs` says.
-        rope: `{"cos", "sin"}` tables, float32 `[max_context, rope / 2]`, replicated.
+        tables: `{"cos", "sin"}`, float32 `[max_context, rope / 2]`, and for a hybrid policy `"index"`, the projections
+            of all layers (see `model.index`); replicated.
         policy: which positions its queries read.
         anchors: finds the anchors of a hybrid policy.
         cache: shape, type and sharding of the cache's arrays, as `cache_spec` makes them for `policy`.
@@ -48,7 +49,7 @@ class Runner:
         config: ModelConfig,
         precision: Precision,
         params: Tree,
-        rope: Tree,
+        tables: Tree,
         policy: Dense | Hybrid,
         anchors: Anchors | None,
         cache: Cache,
@@ -58,7 +59,7 @@ class Runner:
         tile_tokens: int,
     ):
         self.config, self.precision, self.policy, self.capacity = config, precision, policy, capacity
-        self.params, self.rope = params, rope
+        self.params, self.tables = params, tables
         self._cache_spec, self.cache = cache, allocate(cache)
         self._eos_ids = config.eos_token_ids
         self.rules, self.mesh = rules, mesh
@@ -131,12 +132,12 @@ class Runner:
         return jax.device_put(arrays, NamedSharding(self.mesh, spec))
 
     def _run_prefill(self, packed: Packed) -> jax.Array:
-        self.cache, hidden = self._programs.prefill(self.params, self.cache, self.rope, self._put(packed.batch))
+        self.cache, hidden = self._programs.prefill(self.params, self.cache, self.tables, self._put(packed.batch))
         return hidden
 
     def _run_decode(self, sequences: list[list[Sequence]], rows: int | None = None) -> jax.Array:
         batch = self._put(self._batcher.decode(sequences, rows))
-        self.cache, logits = self._programs.decode(self.params, self.cache, self.rope, batch)
+        self.cache, logits = self._programs.decode(self.params, self.cache, self.tables, batch)
         return logits
 
     def _row_logits(self, hidden: jax.Array, places: list[list[tuple[int, int]]]) -> jax.Array:

@@ -140,7 +140,7 @@ class StepResult:
 
     prefill: list[list[SegmentResult]]
     decode: list[list[Sampled]]
-    reads: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, float] = field(default_factory=dict)
     """What the queries of hybrid attention read (see `engine.reads`)."""
 
 

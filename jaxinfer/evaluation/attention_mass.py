@@ -27,6 +27,7 @@ from jaxinfer.model.attention import rotations
 from jaxinfer.model.batch import PrefillBatch, local
 from jaxinfer.model.block import Block
 from jaxinfer.model.context import in_order
+from jaxinfer.model.index import index_projections
 from jaxinfer.model.linear import normalised
 from jaxinfer.model.params import apart, together, use
 from jaxinfer.model.policies import Policies
@@ -131,7 +132,7 @@ def attention_mass(
         raise ValueError(f"expected rows from 0 to {len(ids) - 1}, got {list(rows)}")
     if not set(wanted) <= set(range(config.num_layers)):
         raise ValueError(f"expected layers from 0 to {config.num_layers - 1}, got {list(wanted)}")
-    policy = policy.for_heads(config.num_heads)
+    policy = policy.for_model(config.num_heads, config.latent_dim)
     batch, cache, layout = _prompt(runner, policy, list(ids), llm)
     model = Transformer(config, runner.precision, policy)
     plan, policies = Plan.prefill(runner.rules), model.policies
@@ -139,11 +140,12 @@ def attention_mass(
     def begin(params, batch):
         return model.embed(params["embed"], local(batch).tokens, plan).astype(jnp.float32)
 
-    def step(block: Block, params, number, x, cache, layer, rope, batch, rows):
+    def step(block: Block, params, number, x, cache, layer, tables, batch, rows):
         sliced, whole = apart(block, params)
         weights = together(jax.tree.map(lambda array: array[number], sliced), whole)
         module, batch = use(block, weights, plan), local(batch)
-        angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+        batch = replace(batch, sparse=replace(batch.sparse, index=tables["index"]))
+        angles = rotations((tables["cos"], tables["sin"]), batch.positions)
         shares = _shares(module, x, cache, layer, batch, angles, layout, plan, policies, rows)
         return *module(x, cache, layer, batch, angles, layout, plan, policies), shares
 
@@ -153,13 +155,15 @@ def attention_mass(
             jax.shard_map(function, mesh=runner.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
         )
 
+    index = index_projections(runner.params, config, policy.index_dim, runner.precision.dtype, runner.mesh)
+    tables = {**runner.tables, "index": index}
     x, found, layer = compiled(begin)(runner.params, batch), {}, 0
     places = jnp.asarray(rows, jnp.int32)
     for name, group in model.groups.items():
         run = compiled(partial(step, group.block))
         for number in range(group.layers):
             x, cache, shares = run(
-                runner.params[name], jnp.int32(number), x, cache, jnp.int32(layer), runner.rope, batch, places
+                runner.params[name], jnp.int32(number), x, cache, jnp.int32(layer), tables, batch, places
             )
             if layer in wanted:
                 found[layer] = jax.tree.map(np.asarray, shares)
@@ -219,7 +223,7 @@ def _shares(module, x, cache, layer, batch, angles, layout, plan, policies: Poli
         if not isinstance(policy, Hybrid):
             whole = jnp.where(seen, SOURCES.index("window"), -1)
             return jnp.broadcast_to(whole, mass.shape), jnp.zeros(mass.shape[:2])
-        kept = sparse.write_means(cache, layer, batch, policy)
+        kept = sparse.write_index(cache, layer, batch, policy)
         dense = jnp.zeros((*q.shape[:2], attention.v_b.shape[1])), jnp.full(q.shape[:2], -jnp.inf)
         weights = attention.k_b, attention.v_b
         selection = sparse.attend(q, *weights, dense, kept, layer, batch, layout, policy, (), scale)[-1]

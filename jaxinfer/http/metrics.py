@@ -108,6 +108,16 @@ class _EngineCollector(Collector):
             for source in SOURCES:
                 keys.add_metric([source], stats.reads.get(source, 0))
             yield keys
+            yield CounterMetricFamily(
+                "jaxinfer_attention_sampled_queries",
+                "Queries compared with dense attention: the last of a step's part of a prompt, once for each layer.",
+                stats.reads.get("sampled", 0),
+            )
+            yield CounterMetricFamily(
+                "jaxinfer_attention_captured_mass",
+                "Shares of dense attention's softmax mass that those read, added up.",
+                stats.reads.get("captured", 0),
+            )
         done = GaugeMetricFamily("jaxinfer_prefill_done_tokens", "Prompt tokens computed so far.", labels=["request"])
         total = GaugeMetricFamily("jaxinfer_prefill_total_tokens", "Prompt tokens of the request.", labels=["request"])
         for request_id, (computed, length) in stats.prefill_progress.items():

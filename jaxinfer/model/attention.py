@@ -105,7 +105,7 @@ class Attention(nnx.Module):
                 return self._read_all(q, cache, layer, batch, layout, batch.positions, batch.num_tiles)[0], cache[1:]
             positions = jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1)
             dense = self._read_all(q, cache, layer, batch, layout, positions, batch.num_dense_tiles)
-            kept = sparse.write_means(cache, layer, batch, policy)
+            kept = sparse.write_index(cache, layer, batch, policy)
             out, _, kept, _ = sparse.attend(
                 q, self.k_b, self.v_b, dense, kept, layer, batch, layout, policy, heads, softmax_scale(self.config)
             )
@@ -178,7 +178,7 @@ class Attention(nnx.Module):
             dense = read_all(policy)
             if isinstance(policy, Dense):
                 return *dense, cache[1:]
-            kept = sparse_decode.write_means(cache, layer, batch, policy)
+            kept = sparse_decode.write_index(cache, layer, batch, policy)
             *chosen, kept = sparse_decode.attend(q, kept, layer, batch, layout, policy, others, **kinds)
             return *merge(*dense, *chosen), kept[1:]
 

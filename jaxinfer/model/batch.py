@@ -38,6 +38,8 @@ class SparsePrefill:
     """int32 `[C]`, tiles of pages in use, the same on all ranks, because each is gathered over cp."""
     count: Array = _array()
     """int32, the segments in use; the same on all ranks."""
+    index: Any = None
+    """`kernels.selection.index.Projections` of all layers, which each rank adds inside of a step."""
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +49,8 @@ class SparseDecode:
 
     shared: Array = _array("replica", None, None)
     """int32 `[R, B, A]`, the positions of sinks and anchors, ascending; then the largest int32."""
+    index: Any = None
+    """As in `SparsePrefill`."""
 
 
 @jax.tree_util.register_dataclass

@@ -12,20 +12,21 @@ from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_sparse import mla_sparse_decode
 from jaxinfer.kernels.selection.grid import eligible_blocks
 from jaxinfer.kernels.selection.hot import EPOCHS, amounts, epoch_masses, hot_blocks, hot_weights, joined, record
+from jaxinfer.kernels.selection.index import query_index
 from jaxinfer.kernels.selection.retrieve import voting_heads
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, group_logits
 from jaxinfer.model.batch import DecodeBatch
-from jaxinfer.model.sparse import put_means, reads_all, windows
+from jaxinfer.model.sparse import put_index, reads_all, windows
 from jaxinfer.sharding.collectives import all_gather, merge
 from jaxinfer.sharding.layout import Layout
 
 
-def write_means(cache: Cache, layer: jax.Array, batch: DecodeBatch, policy: Hybrid) -> Cache:
-    """Writes the mean of each group that a token completes; its latent is in the cache."""
+def write_index(cache: Cache, layer: jax.Array, batch: DecodeBatch, policy: Hybrid) -> Cache:
+    """Writes the index of each group that a token completes; its latent is in the cache."""
     group = policy.group
     complete = (batch.positions >= 0) & (batch.positions % group == group - 1)
-    page = jnp.where(complete, batch.write_page, cache.means.shape[1])
-    return put_means(cache, layer, page, batch.write_offset // group, group)
+    page = jnp.where(complete, batch.write_page, cache.index.shape[1])
+    return put_index(cache, layer, page, batch.write_offset // group, batch.sparse.index.keys[layer], group)
 
 
 def attend(
@@ -48,7 +49,7 @@ def attend(
 
     Args:
         q: `[B, H, kv_rank + rope]` absorbed queries, the same on all ranks of cp.
-        cache: with the tokens' latents and means.
+        cache: with the tokens' latents and their index.
         head_axes: mesh axes that divide the heads of `q`.
         kv_rank: how many of a latent's numbers are values.
 
@@ -92,7 +93,7 @@ def attend(
     known = jnp.any(candidates[:, :, None] == hot[:, None], axis=2)
     blocks = jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1)
     reads = jnp.stack((jnp.sum(hot >= 0), jnp.sum(~known & (candidates >= 0)))).astype(jnp.float32)
-    cache = cache._replace(reads=cache.reads.at[layer, :, 1].set(reads))
+    cache = cache._replace(reads=cache.reads.at[layer, :, 1, :2].set(reads))
     # Listed blocks are read whole, so that the anchors in them are read there.
     listed = jnp.any(batch.sparse.shared[:, :, None] // policy.block == blocks[:, None], axis=2)
     far = merge(*read(*_blocks(blocks, me, batch, layout, policy)), *read_shared(jnp.where(listed, -1, shared)))
@@ -153,10 +154,11 @@ def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
 
     def logits(item):
         q, pages = item
-        means = cache.means.at[layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
-        return group_logits(q[None], means, group=policy.group, scale=scale)[0]
+        index = cache.index.at[layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
+        return group_logits(q[None], index, group=policy.group, scale=scale)[0]
 
-    own = lax.map(logits, (q[:, voting], batch.page_table))
+    speaking = query_index(q[:, voting], batch.sparse.index.queries[layer])
+    own = lax.map(logits, (speaking, batch.page_table))
     batches, voters, groups = own.shape
     stripe = layout.stripe // policy.group
     own = own.reshape(batches, voters, groups // stripe, 1, stripe)

@@ -54,12 +54,17 @@ class Transformer:
         self.groups = {kind: Group(Block(config, kind, precision), n) for kind, n in counts.items() if n}
 
     def hidden(
-        self, params: Tree, cache: Cache, rope: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
+        self, params: Tree, cache: Cache, tables: Tree, batch: PrefillBatch | DecodeBatch, layout: Layout, plan: Plan
     ) -> tuple[jax.Array, Cache]:
-        """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents."""
+        """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents.
+
+        `tables` are those of the rotary embedding and the projections of the index (see `engine.runner.Runner`).
+        """
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
-        angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+        angles = rotations((tables["cos"], tables["sin"]), batch.positions)
+        if batch.sparse is not None:
+            batch = replace(batch, sparse=replace(batch.sparse, index=tables["index"]))
         if isinstance(batch, DecodeBatch):
             schedules = decode_schedules(batch, self.config.num_heads, layout, plan, self.policies)
             batch = replace(batch, schedules=schedules)

@@ -1,15 +1,16 @@
-"""First level of retrieval on Hopper: the best group of every key block and the log-sum-exp over all groups, by row.
+"""First level of retrieval on Hopper: the largest logit of a group of every key block, by row.
 
 A persistent grid of clusters of two thread blocks.  Each holds 128 rows (queries that speak) in shared memory and reads
-the means of some thousand groups, tile after tile, copied once for both; one warpgroup copies, two multiply 64 rows
-each.  What leaves the registers is one number for each block instead of one for each group, and the sums of the
-softmax, which is online as in FlashAttention (arXiv 2205.14135).
+the index of some thousand groups, tile after tile, copied once for both; one warpgroup copies, two multiply 64 rows
+each.  What leaves the registers is one number for each block instead of one for each group.
 
 The groups of a tile are ordered by their place in the block: its first columns are the first groups of all its blocks,
-and so on.  The maximum over the groups of a block is then one of registers of the same thread.
+and so on.  The maximum over the groups of a block is then one of registers of the same thread, and a tile falls into
+pieces, some places of all its blocks each, whose maxima are found while the products of the next run.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -23,16 +24,21 @@ from jaxinfer.kernels.tiles import SHARED_MEMORY
 ROWS = 64
 """Rows of a math warpgroup."""
 STEP = 64
-"""Numbers of a latent that are multiplied at a time: rows of 128 bytes."""
+"""Numbers of a row that are multiplied at a time: 128 bytes."""
 _WARPGROUPS, _CLUSTER = 2, 2
 TOGETHER = ROWS * _WARPGROUPS * _CLUSTER
 """Rows of a cluster."""
+_PIECES = 4
+"""Of a tile: the more, the seldomer a warpgroup's products stand still; with eight ptxas runs out of registers."""
+_IN_REGISTERS = 2
+"""Steps of rows that are held in registers at most: their products read less from shared memory."""
 _ALIGNMENT = 8
-_MATH_REGISTERS, _COPY_REGISTERS = 232, 40
+_MATH_REGISTERS, _COPY_REGISTERS = 240, 24
+_STAGE_BYTES = 128 * 1024
+"""Shared memory for the index at most."""
 _PART = 1024
-"""Blocks that a cluster reads with the same rows, about: the copy of the rows is a fiftieth of that of the means."""
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Blocks that a cluster reads with the same rows, about: their index stays in L2, and the copy of the rows is nothing
+beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +46,11 @@ class Blocks:
     """How the work is cut.
 
     Attributes:
-        columns: groups of a tile.
-        stages: steps over the numbers of a latent, of the means of a tile, held in shared memory at a time.
+        piece: groups of a piece of a tile: those of some places of all its blocks.
+        stages: steps of a piece held in shared memory at a time.
     """
 
-    columns: int
+    piece: int
     stages: int
 
 
@@ -52,7 +58,6 @@ class Blocks:
 class _Shape:
     rows: int
     dim: int
-    per_block: int
     blocks: int
     """Key blocks of a tile."""
     tiles: int
@@ -61,7 +66,12 @@ class _Shape:
 
     @property
     def steps(self) -> int:
+        """Of a piece."""
         return self.dim // STEP
+
+    @property
+    def tile_steps(self) -> int:
+        return _PIECES * self.steps
 
     @property
     def pairs(self) -> int:
@@ -72,35 +82,27 @@ class _Shape:
         return -(-self.tiles // self.part)
 
 
-CHOICES = Blocks(columns=192, stages=3), Blocks(columns=128, stages=4), Blocks(columns=64, stages=4)
-"""Ways to cut the work, the fastest first."""
-
-
 def reason_against(dim: int, per_block: int) -> str | None:
-    """Why the kernel cannot take latents of `dim` numbers and blocks of `per_block` groups, None if it can."""
+    """Why the kernel cannot take rows of `dim` numbers and blocks of `per_block` groups, None if it can."""
     if dim % STEP:
-        return f"latents of {dim} numbers are no multiple of {STEP}"
-    if not _fitting(dim, per_block):
-        return f"{per_block} groups of {dim} numbers in a block do not fit into tiles and shared memory"
+        return f"rows of the index of {dim} numbers are no multiple of {STEP}"
+    if per_block not in (4, 8, 16, 32):
+        return f"blocks have {per_block} groups, not 4, 8, 16 or 32"
+    if choose(dim, per_block).stages < 2:
+        return f"rows of the index of {dim} numbers do not fit into shared memory"
     return None
 
 
-def _fitting(dim, per_block):
-    """The choices whose tiles have whole blocks, halves of which two thread blocks copy, and fit."""
-    return [
-        blocks
-        for blocks in CHOICES
-        if blocks.columns % (2 * _ALIGNMENT * per_block) == 0 and _shared_memory_bytes(dim, blocks) <= SHARED_MEMORY
-    ]
-
-
-def _shared_memory_bytes(dim, blocks):
-    return 2 * (_WARPGROUPS * ROWS * dim + blocks.stages * blocks.columns * STEP)
+def choose(dim: int, per_block: int) -> Blocks:
+    """The larger pieces where three accumulators, the rows and the maxima of all blocks fit into registers."""
+    piece = 128 if dim == STEP and per_block > 4 else 64
+    room = SHARED_MEMORY - 2 * _WARPGROUPS * ROWS * dim
+    return Blocks(piece=piece, stages=min(_STAGE_BYTES, room) // (2 * piece * STEP))
 
 
 def block_scores(
     q: jax.Array,
-    means: jax.Array,
+    index: jax.Array,
     first: jax.Array,
     end: jax.Array,
     *,
@@ -108,53 +110,49 @@ def block_scores(
     scale: float,
     multiprocessors: int,
     blocks: Blocks | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Runs the kernel.
 
     Args:
         q: `[N, D]` bfloat16.
-        means: `[NB, groups of a block, D]` bfloat16; may hold anything in blocks that no row may retrieve.
+        index: `[NB, groups of a block, D]` bfloat16; may hold anything in blocks that no row may retrieve.
         first, end: `[N]` int32: a row may retrieve the blocks `first .. end - 1`.
         group: tokens of a group.
         scale: positive.
         multiprocessors: at least 2.
         blocks: chosen where it is None.
 
-    Returns: `[N, B]` float32, `B` being `NB` rounded up to whole tiles, the largest `scale q mean + ln(group)` of each
-    block, and anything for blocks that the row may not retrieve; and `[N]` float32, the log-sum-exp of all groups of
-    the blocks it may retrieve.
+    Returns: `[N, B]` float32, `B` being `NB` rounded up to whole tiles, the largest `scale q index + ln(group)` of each
+    block, and anything for blocks that the row may not retrieve.
     """
     count, dim = q.shape
-    num_blocks, per_block, _ = means.shape
-    blocks = blocks or _fitting(dim, per_block)[0]
-    rows, of_tile = -(-count // TOGETHER) * TOGETHER, blocks.columns // per_block
+    num_blocks, per_block, _ = index.shape
+    blocks = blocks or choose(dim, per_block)
+    rows, of_tile = -(-count // TOGETHER) * TOGETHER, _PIECES * blocks.piece // per_block
     tiles = -(-num_blocks // of_tile)
     parts = max(1, round(tiles * of_tile / _PART))
     part = -(-tiles // parts)
-    shape = _Shape(rows=rows, dim=dim, per_block=per_block, blocks=of_tile, tiles=tiles, part=part)
-    limits = jnp.stack([jnp.pad(limit.astype(jnp.int32), (0, rows - count)) for limit in (first, end)])
-    last = jnp.where(limits[0] < limits[1], limits[1], 0)
+    shape = _Shape(rows=rows, dim=dim, blocks=of_tile, tiles=tiles, part=part)
+    last = jnp.pad(jnp.where(first < end, end, 0), (0, rows - count))
+    # A copy of the whole index, so that a step of a piece is one copy of the kernel's.
+    index = jnp.pad(index, ((0, tiles * of_tile - num_blocks), (0, 0), (0, 0)))
     operands = {
         # Swizzled copies want whole tiles of 8 rows.
         "q": jnp.pad(q, ((0, -count % _ALIGNMENT), (0, 0))),
-        "means": jnp.pad(means, ((0, -num_blocks % _ALIGNMENT), (0, 0), (0, 0))),
-        "limits": limits,
+        "index": index.reshape(tiles, of_tile, per_block, dim).swapaxes(1, 2).reshape(-1, blocks.piece, dim),
         "tiles": -(-jnp.max(last.reshape(-1, TOGETHER), axis=1) // of_tile),
     }
 
-    def body(operands, best, lse):
+    def body(operands, best):
         pl.run_scoped(
-            lambda scratch: _thread_block(shape, blocks, group, scale, operands, best, lse, scratch),
+            lambda scratch: _thread_block(shape, blocks, group, scale, operands, best, scratch),
             _scratch(shape, blocks),
             collective_axes="wg",
         )
 
-    best, lse = plgpu.kernel(
+    best = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((rows, tiles * of_tile), jnp.float32),
-            jax.ShapeDtypeStruct((shape.parts, rows), jnp.float32),
-        ),
+        out_type=jax.ShapeDtypeStruct((rows, tiles * of_tile), jnp.float32),
         grid=(multiprocessors // _CLUSTER,),
         grid_names=("block",),
         cluster=(_CLUSTER,),
@@ -164,7 +162,7 @@ def block_scores(
         kernel_name="block_scores",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(operands)
-    return best[:count], jax.nn.logsumexp(lse[:, :count], axis=0)
+    return best[:count]
 
 
 def _scratch(shape, blocks):
@@ -176,10 +174,10 @@ def _scratch(shape, blocks):
 
     return {
         "q": swizzled(_WARPGROUPS, ROWS, shape.dim),
-        "means": swizzled(blocks.stages, blocks.columns, STEP),
+        "index": swizzled(blocks.stages, blocks.piece, STEP),
         "q_full": plgpu.Barrier(num_barriers=_WARPGROUPS),
         "q_empty": plgpu.Barrier(num_barriers=_WARPGROUPS),
-        "full": plgpu.Barrier(num_arrivals=shape.per_block, num_barriers=blocks.stages),
+        "full": plgpu.Barrier(num_barriers=blocks.stages),
         "empty": plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=_WARPGROUPS, num_barriers=blocks.stages
         ),
@@ -199,7 +197,7 @@ def _rows(pair, warpgroup):
     return pl.ds(pair * TOGETHER + (lax.axis_index("cluster") * _WARPGROUPS + warpgroup) * ROWS, ROWS)
 
 
-def _thread_block(shape, blocks, group, scale, operands, best, lse, scratch):
+def _thread_block(shape, blocks, group, scale, operands, best, scratch):
     warpgroup = lax.axis_index("wg")
 
     def copy():
@@ -208,14 +206,14 @@ def _thread_block(shape, blocks, group, scale, operands, best, lse, scratch):
 
     def score():
         plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
-        _score(shape, blocks, group, scale, operands, best, lse, scratch, warpgroup)
+        _score(shape, blocks, group, scale, operands, best, scratch, warpgroup)
 
     # Two branches of one: the assembler keeps to the limits only where no path leads from one role into the other.
     lax.cond(warpgroup == _WARPGROUPS, copy, score)
 
 
 def _copy(shape, blocks, operands, scratch):
-    """The copying warpgroup: the rows of an item once, then step after step of the means, tile after tile."""
+    """The copying warpgroup: the rows of an item once, then step after step of the index, tile after tile."""
 
     def await_free(name, slot, when):
         @pl.when(when)
@@ -236,18 +234,16 @@ def _copy(shape, blocks, operands, scratch):
         def step(index, done):
             slot = lax.rem(done, jnp.int32(blocks.stages))
             await_free("empty", slot, done >= blocks.stages)
-            rows = pl.ds((part * shape.part + lax.div(index, jnp.int32(shape.steps))) * shape.blocks, shape.blocks)
-            numbers = pl.ds(lax.rem(index, jnp.int32(shape.steps)) * STEP, STEP)
-            for place in range(shape.per_block):
-                plgpu.copy_gmem_to_smem(
-                    operands["means"].at[rows, place, numbers],
-                    scratch["means"].at[slot, pl.ds(place * shape.blocks, shape.blocks)],
-                    scratch["full"].at[slot],
-                    collective_axes="cluster",
-                )
+            piece, k = lax.div(index, jnp.int32(shape.steps)), lax.rem(index, jnp.int32(shape.steps))
+            plgpu.copy_gmem_to_smem(
+                operands["index"].at[part * shape.part * _PIECES + piece, :, pl.ds(k * STEP, STEP)],
+                scratch["index"].at[slot],
+                scratch["full"].at[slot],
+                collective_axes="cluster",
+            )
             return done + 1
 
-        done = lax.fori_loop(0, tiles * shape.steps, step, done)
+        done = lax.fori_loop(0, tiles * shape.tile_steps, step, done)
         return done, before + jnp.where(tiles > 0, 1, 0)
 
     start = jnp.int32(0), jnp.int32(0)
@@ -262,66 +258,72 @@ def _copy(shape, blocks, operands, scratch):
     lax.fori_loop(jnp.maximum(done - blocks.stages, 0), done, drain, None)
 
 
-def _score(shape, blocks, group, scale, operands, best, lse, scratch, warpgroup):
-    """A math warpgroup: 64 rows of each item."""
-    factor = scale * math.log2(math.e)
-    q = scratch["q"].at[warpgroup]
+def _score(shape, blocks, group, scale, operands, best, scratch, warpgroup):
+    """A math warpgroup: 64 rows of each item.
 
-    def across(rows):
-        return lax.broadcast_in_dim(rows, (ROWS, shape.blocks), [0])
+    Every piece of a tile has an accumulator of its own.  No products run from one tile to the next: ptxas would then
+    let all run one after the other.
+    """
 
-    def per_row(value):
-        return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), _ROW)
+    def release(step):
+        plgpu.barrier_arrive(scratch["empty"].at[lax.rem(step, jnp.int32(blocks.stages))])
 
-    def products(accumulator, done):
-        def release(step):
-            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(step, jnp.int32(blocks.stages))])
+    def multiply(accumulator, rows, step):
+        slot = lax.rem(step, jnp.int32(blocks.stages))
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        plgpu.wgmma(accumulator, rows, scratch["index"].at[slot].transpose((1, 0)))
 
-        for k in range(shape.steps):
-            slot = lax.rem(done + k, jnp.int32(blocks.stages))
-            plgpu.barrier_wait(scratch["full"].at[slot])
-            plgpu.wgmma(accumulator, q.at[:, pl.ds(k * STEP, STEP)], scratch["means"].at[slot].transpose((1, 0)))
-            if k:
+    def finish(accumulator, step, running):
+        """The maximum over the groups of a piece, whose last step is given and precedes `running` products."""
+        # Barriers, or the compiler would move the maximum to where products write to registers.
+        logits = lax.optimization_barrier(plgpu.wgmma_accumulator_load(accumulator, wait_n=running))
+        release(step)
+        places = [logits[:, i : i + shape.blocks] for i in range(0, blocks.piece, shape.blocks)]
+        return lax.optimization_barrier(functools.reduce(jnp.maximum, places))
+
+    def highest(rows, zero, step, pieces, before=None):
+        """The maximum over the groups of `pieces` pieces, the first of which begins at a step, and of one before."""
+        if pieces == 0:
+            return finish(before, step - 1, running=0)
+
+        def of_piece(accumulator):
+            accumulator[...] = jnp.full((ROWS, blocks.piece), zero)
+            multiply(accumulator, rows[0], step)
+            found = [] if before is None else [finish(before, step - 1, running=1)]
+            for k in range(1, shape.steps):
+                multiply(accumulator, rows[k], step + k)
                 # The products of the step before are finished, so its stage may be filled again.
                 plgpu.wgmma_wait(1)
-                release(done + k - 1)
-        result = accumulator[...]
-        release(done + shape.steps - 1)
-        return result
+                release(step + k - 1)
+            return functools.reduce(
+                jnp.maximum, found, highest(rows, zero, step + shape.steps, pieces - 1, accumulator)
+            )
+
+        return pl.run_scoped(of_piece, plgpu.WGMMAAccumulatorRef((ROWS, blocks.piece), jnp.float32))
 
     @plgpu.nd_loop((shape.parts * shape.pairs,), collective_axes="block", init_carry=jnp.int32(0))
     def _of_item(info, carry):
         pair, part, tiles = _item(shape, operands, info.index[0])
-        rows = _rows(pair, warpgroup)
-        first, end = (plgpu.load(operands["limits"].at[i, rows], layout=_ROW, optimized=False) for i in range(2))
-        pl.when(tiles > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
+        # 0, though the compiler does not know: it would keep one for all accumulators in a register of the last.
+        zero = lax.shift_right_logical(operands["tiles"][pair], jnp.int32(31)).astype(jnp.float32)
 
-        def tile(index, carry):
-            done, top, total = carry
-            logits = pl.run_scoped(
-                lambda accumulator: products(accumulator, done),
-                plgpu.WGMMAAccumulatorRef((ROWS, blocks.columns), jnp.float32),
-            )
-            pieces = [logits[:, i * shape.blocks : (i + 1) * shape.blocks] for i in range(shape.per_block)]
-            start = (part * shape.part + index) * shape.blocks
-            block = plgpu.broadcasted_iota(jnp.int32, (ROWS, shape.blocks), 1, layout=_WGMMA)
-            eligible = (block >= across(first - start)) & (block < across(end - start))
-            highest = pieces[0]
-            for piece in pieces[1:]:
-                highest = jnp.maximum(highest, piece)
-            highest = jnp.where(eligible, highest, -jnp.inf)
-            best[rows, pl.ds(start, shape.blocks)] = highest * scale + math.log(group)
-            new_top = jnp.maximum(top, jnp.max(highest, axis=1) * factor)
-            # A row that has seen no block yet would subtract infinity from infinity.
-            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights = [jnp.exp2(piece * factor - across(shift)) for piece in pieces]
-            # What is not eligible may hold anything, also NaN.
-            weight = jnp.where(eligible, sum(weights[1:], weights[0]), 0.0)
-            return done + shape.steps, new_top, total * jnp.exp2(top - shift) + jnp.sum(weight, axis=1)
+        @pl.when(tiles > 0)
+        def _of_tiles():
+            plgpu.barrier_wait(scratch["q_full"].at[warpgroup])
+            rows = [scratch["q"].at[warpgroup, :, pl.ds(k * STEP, STEP)] for k in range(shape.steps)]
+            if shape.steps <= _IN_REGISTERS:
+                rows = [plgpu.load(row, layout=plgpu.Layout.WGMMA) for row in rows]
+                # Read before the next item's rows are copied there, which may be from now on.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup])
 
-        done, top, total = lax.fori_loop(0, tiles, tile, (carry, per_row(-jnp.inf), per_row(0.0)))
-        pl.when(tiles > 0)(lambda: plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup]))
-        empty = total == 0.0
-        sums = top * math.log(2) + jnp.log(jnp.where(empty, 1.0, total)) + math.log(group)
-        lse.at[part, rows][...] = jnp.where(empty, -jnp.inf, sums)
-        return done
+            @pl.loop(0, tiles)
+            def _of_tile(index):
+                found = highest(rows, zero, carry + index * shape.tile_steps, _PIECES)
+                columns = pl.ds((part * shape.part + index) * shape.blocks, shape.blocks)
+                best[_rows(pair, warpgroup), columns] = found * scale + math.log(group)
+
+            if shape.steps > _IN_REGISTERS:
+                plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup])
+
+        return carry + tiles * shape.tile_steps

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.mosaic import block_masses, block_scores
 from jaxinfer.kernels.reference.rows import map_active
+from jaxinfer.kernels.selection.index import query_index
 from jaxinfer.kernels.selection.lists import sorted_whole
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.scores import (
@@ -52,7 +53,8 @@ def retrieve(
     first: Int[Array, " n"],
     end: Int[Array, " n"],
     context: Float[Array, "S D"],
-    means: Float[Array, "M D"],
+    index: Float[Array, "M d"],
+    projection: Float[Array, "D d"],
     free: Bool[Array, " S"],
     *,
     scale: float,
@@ -72,31 +74,41 @@ def retrieve(
         local_lse: log-sum-exp of what each query reads anyhow.
         first, end: the blocks `first .. end - 1` may be retrieved (see `grid.eligible_blocks`).
         context: latents and rotated keys in the order of the positions, `S` a multiple of `block`.
-        means: their `group_means`.
+        index: the index of the groups: their means, projected (see `kernels.selection.index`).
+        projection: of the queries, in their type.
         free: positions that count in the second level: those that are not read anyhow as anchors.
         scale: factor on the logits.
         implementation: None chooses (see `dispatch`).
 
-    A query costs `2 D V P / Q` floating-point operations for each group of the context and as much for each key of its
-    candidates: with 576 numbers, 32 voters, 4 probes, 32 queries and groups of 32 tokens 76 MFLOP over a context of
-    524,288 tokens, and 38 for 64 candidates of 128 tokens.
+    A query costs `2 d V P / Q` floating-point operations for each group of the context, and `2 D V P / Q` for each key
+    of its candidates: with 64 of 576 numbers, 32 voters, 4 probes, 32 queries and groups of 4 tokens 67 MFLOP over a
+    context of 524,288 tokens, and 38 for 64 candidates of 128 tokens.
 
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
     voting = jnp.asarray(voting_heads(q.shape[2], head_groups, voters)).reshape(head_groups, -1)
     sizes = {"scale": scale, "block": block, "group": group, "probes": probes, "candidates": candidates}
-    reason = _reason_against(q, context, means, block, block // group, probes * voting.shape[1])
+    reason = _reason_against(q, context, index, projection, block, block // group, probes * voting.shape[1])
     chosen = dispatch.choose("selection", implementation, reason)
     function = _by_kernels if chosen == "mosaic" else _by_query_blocks
-    return function(q, valid, local_lse, first, end, context, means, free, voting, **sizes)
+    return function(q, valid, local_lse, (first, end), context, index, projection, free, voting, **sizes)
 
 
-def workspace(n: int, num_blocks: int, dim: int, *, probes: int, voters: int, candidates: int) -> int:
-    """Bytes that `retrieve` needs at most beside its operands for `n` query blocks and `num_blocks` key blocks."""
+def workspace(
+    n: int, num_blocks: int, dim: int, *, index_dim: int, per_block: int, probes: int, voters: int, candidates: int
+) -> int:
+    """Bytes that `retrieve` needs at most beside its operands.
+
+    Args:
+        n, num_blocks: query blocks and key blocks.
+        dim, index_dim: numbers of a latent and of the index of a group.
+        per_block: groups of a key block.
+    """
     each = _score_bytes(probes * voters, num_blocks)
     scores = min(n * each, _SCORE_BYTES + each)
-    rows = n * probes * voters * (2 * dim * 2 + candidates * 4)
-    return max(_LOGIT_BYTES, scores + scores // probes + rows + n * voters * 16 * sorted_whole(candidates))
+    rows = n * probes * voters * (2 * dim * 2 + 2 * index_dim * 4 + candidates * 4)
+    tiles = num_blocks * per_block * index_dim * 4
+    return max(_LOGIT_BYTES, scores + scores // probes + rows + tiles + n * voters * 16 * sorted_whole(candidates))
 
 
 def _score_bytes(rows, num_blocks):
@@ -104,18 +116,21 @@ def _score_bytes(rows, num_blocks):
     return 4 * rows * num_blocks
 
 
-def _reason_against(q, context, means, block, per_block, rows):
-    if q.dtype != jnp.bfloat16 or context.dtype != jnp.bfloat16 or means.dtype != jnp.bfloat16:
-        return f"queries are {q.dtype}, latents {context.dtype} and means {means.dtype}, not bfloat16"
+def _reason_against(q, context, index, projection, block, per_block, rows):
+    types = [array.dtype for array in (q, context, index, projection)]
+    if any(dtype != jnp.bfloat16 for dtype in types):
+        return "queries are {}, latents {}, their index {} and the projection {}, not bfloat16".format(*types)
     if 0 in q.shape or context.shape[0] == 0:
         return "there are no queries or no keys"
-    return block_scores.reason_against(q.shape[3], per_block) or block_masses.reason_against(rows, block, q.shape[3])
+    dim = q.shape[3]
+    return block_scores.reason_against(index.shape[1], per_block) or block_masses.reason_against(rows, block, dim)
 
 
 def _by_query_blocks(
-    q, valid, local_lse, first, end, context, means, free, voting, *, scale, block, group, probes, candidates
+    q, valid, local_lse, limits, context, index, projection, free, voting, *, scale, block, group, probes, candidates
 ):
     """Some query blocks at a time, so that the logits of a long chunk need not exist at once."""
+    first, end = limits
     head_groups = voting.shape[0]
     num_blocks = context.shape[0] // block
     keys, open_keys = context.reshape(num_blocks, block, -1), free.reshape(num_blocks, block)
@@ -124,7 +139,7 @@ def _by_query_blocks(
         q, valid, lse, first, end = item
         rows = probe_rows(valid, probes)
         q, lse = q[rows][:, heads], lse[rows][:, heads]
-        logits = group_logits(q, means, group=group, scale=scale)
+        logits = group_logits(query_index(q, projection), index, group=group, scale=scale)
         votes = jnp.max(estimated_shares(logits, lse, first, end, per_block=block // group), axis=0)
         found = candidate_blocks(votes, first, end, candidates)
         seen = open_keys.at[found].get(mode="clip") & (found >= 0)[:, None]
@@ -134,7 +149,7 @@ def _by_query_blocks(
         return jax.vmap(of_group, in_axes=(0, None))(voting, item)
 
     gathered = candidates * block
-    each = 4 * (probes * voting.size * (means.shape[0] + gathered) + head_groups * gathered * context.shape[1])
+    each = 4 * (probes * voting.size * (index.shape[0] + gathered) + head_groups * gathered * context.shape[1])
     batch = max(1, min(_QUERY_BLOCKS, _LOGIT_BYTES // each))
     return map_active(
         of_query_block, (q, valid, local_lse, first, end), end > first, batch, Retrieval(jnp.int32(-1), jnp.float32(0))
@@ -142,7 +157,7 @@ def _by_query_blocks(
 
 
 def _by_kernels(
-    q, valid, local_lse, first, end, context, means, free, voting, *, scale, block, group, probes, candidates
+    q, valid, local_lse, limits, context, index, projection, free, voting, *, scale, block, group, probes, candidates
 ):
     """Both levels by kernels of their own, for all query blocks at once where there is room."""
     n, dim = q.shape[0], q.shape[3]
@@ -151,17 +166,17 @@ def _by_kernels(
     rows = jax.vmap(lambda valid: probe_rows(valid, probes))(valid)[:, None, :, None]
     places = jnp.arange(n)[:, None, None, None], rows, voting[:, None]
     q, local_lse = q[places], local_lse[places]
-    of_blocks = means.reshape(num_blocks, block // group, dim)
+    of_blocks = index.reshape(num_blocks, block // group, -1)
 
     def find(items):
-        q, local_lse, first, end = items
+        speaking, local_lse, first, end = items
         spoken = jnp.repeat(jnp.stack((first, end)), head_groups * probes * voters, axis=1)
         sizes = {"group": group, "scale": scale, "multiprocessors": multiprocessors}
-        best, lse = block_scores.block_scores(q.reshape(-1, dim), of_blocks, *spoken, **sizes)
+        best = block_scores.block_scores(speaking.reshape(-1, index.shape[1]), of_blocks, *spoken, **sizes)
         blocks = jnp.arange(best.shape[1])
         eligible = (blocks >= first[:, None]) & (blocks < end[:, None])
         best = jnp.where(eligible[:, None, None, None], best.reshape(*local_lse.shape, -1), -jnp.inf)
-        votes = jnp.max(shares_of_best(best, lse.reshape(local_lse.shape), local_lse), axis=2)[..., :num_blocks]
+        votes = jnp.max(shares_of_best(best, local_lse), axis=2)[..., :num_blocks]
 
         def of_group(votes, first, end):
             return candidate_blocks(votes, first, end, candidates)
@@ -171,7 +186,7 @@ def _by_kernels(
     each = _score_bytes(head_groups * probes * voters, num_blocks)
     parts = min(n, -(-n * each // _SCORE_BYTES))
     batch = -(-n // parts)
-    items = q, local_lse, first, end
+    items = query_index(q, projection), local_lse, *limits
     if parts == 1:
         found = find(items)
     else:

@@ -1,7 +1,7 @@
 """How much softmax mass each key block holds for the heads and queries that speak: estimated, then exact.
 
-Shapes: `P` probe queries, `V` voting heads, `D` numbers of a latent (absorbed queries and keys), `M` groups, `NB` key
-blocks, `C` candidates.  All results are float32.
+Shapes: `P` probe queries, `V` voting heads, `D` numbers of a latent (absorbed queries and keys), `M` groups and `d`
+numbers of the index of each, `NB` key blocks, `C` candidates.  All results are float32.
 """
 
 import math
@@ -14,28 +14,28 @@ from jaxinfer.kernels.selection.lists import ascending, top_k
 
 
 def group_logits(
-    q: Float[Array, "P V D"], means: Float[Array, "M D"], *, group: int, scale: float
+    q: Float[Array, "P V d"], index: Float[Array, "M d"], *, group: int, scale: float
 ) -> Float[Array, "P V M"]:
-    """First level: the logit of each group, `scale q mean + ln(group)`, as if all its tokens were their mean.
+    """First level: the logit of each group, `scale q index + ln(group)`, as if all its tokens were their mean.
 
-    Costs `2 D V P M` floating-point operations for a query block.
+    Args:
+        q: projected queries (see `kernels.selection.index`).
+        index: the index of the groups: their means, projected.
+
+    Costs `2 d V P M` floating-point operations for a query block.
     """
-    logits = jnp.einsum("pvd,md->pvm", q, means.astype(q.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("pvd,md->pvm", q, index.astype(q.dtype), preferred_element_type=jnp.float32)
     return logits * scale + math.log(group)
 
 
-def best_groups(
-    logits: Float[Array, "*rows M"], first, end, *, per_block: int
-) -> tuple[Float[Array, "*rows NB"], Float[Array, "*rows"]]:
-    """First level: the best of the `per_block` groups of each block, and the log-sum-exp of all of them.
+def best_groups(logits: Float[Array, "*rows M"], first, end, *, per_block: int) -> Float[Array, "*rows NB"]:
+    """First level: the largest logit of the `per_block` groups of each block.
 
     Of the blocks `first .. end - 1`; others have -inf.
     """
-    blocks = jnp.arange(logits.shape[-1] // per_block)
-    eligible = (blocks >= first) & (blocks < end)
-    logits = jnp.where(jnp.repeat(eligible, per_block), logits, -jnp.inf)
     best = jnp.max(logits.reshape(*logits.shape[:-1], -1, per_block), axis=-1)
-    return best, jax.nn.logsumexp(logits, axis=-1)
+    blocks = jnp.arange(best.shape[-1])
+    return jnp.where((blocks >= first) & (blocks < end), best, -jnp.inf)
 
 
 def estimated_shares(
@@ -44,17 +44,15 @@ def estimated_shares(
     """First level: each block's share of a head's softmax, from the logits of its `per_block` groups.
 
     A block counts as its best group: the maximum over small pieces keeps a single good one visible, as in InfLLM-v2
-    and HISA.  The share is relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and all groups of
-    the blocks `first .. end - 1`; other blocks have share 0.
+    and HISA.  The share is relative to `local_lse`, the log-sum-exp of what the query reads anyhow, and the best groups
+    of the blocks `first .. end - 1`; other blocks have share 0.
     """
-    return shares_of_best(*best_groups(logits, first, end, per_block=per_block), local_lse)
+    return shares_of_best(best_groups(logits, first, end, per_block=per_block), local_lse)
 
 
-def shares_of_best(
-    best: Float[Array, "*rows NB"], lse: Float[Array, "*rows"], local_lse: Float[Array, "*rows"]
-) -> Float[Array, "*rows NB"]:
+def shares_of_best(best: Float[Array, "*rows NB"], local_lse: Float[Array, "*rows"]) -> Float[Array, "*rows NB"]:
     """See `estimated_shares`, from what `best_groups` found."""
-    return _share(best, jnp.logaddexp(local_lse, lse)[..., None])
+    return _share(best, jnp.logaddexp(local_lse, jax.nn.logsumexp(best, axis=-1))[..., None])
 
 
 def exact_masses(

@@ -48,11 +48,13 @@ def test_counts_follow_from_positions_and_the_device():
         seed=0,
         anchors=ANCHORS,
     )
-    blocks = np.array([[[[1.5, 6.0], [4.0, 2.0]]], [[[9, 9], [9, 9]]]], np.float32)  # the dense layer's mean nothing
+    # Those of the dense layer mean nothing.
+    reads = np.array([[[[1.5, 6.0, 0.75, 1], [4.0, 2.0, 9, 9]]], [[[9] * 4] * 2]], np.float32)
     prefill = Step(prefill=[[PrefillSegment(sequence=sequence, start=64, count=448)]], decode=[[]])
-    found = counter.of_step(prefill, blocks)
-    assert found == expected(range(64, 512), ANCHORS) | {"hot": 48, "retrieved": 192}
-    found = counter.of_step(Step(prefill=[[]], decode=[[sequence]]), blocks)
+    found = counter.of_step(prefill, reads)
+    sampled = {"captured": 0.75, "sampled": 1}
+    assert found == expected(range(64, 512), ANCHORS) | {"hot": 48, "retrieved": 192} | sampled
+    found = counter.of_step(Step(prefill=[[]], decode=[[sequence]]), reads)
     assert found == expected(range(PROMPT, PROMPT + 1), ANCHORS) | {"hot": 128, "retrieved": 64}
 
 

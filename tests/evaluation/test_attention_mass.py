@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.configs.attention import parse_policy
+from jaxinfer.engine.request import SamplingParams
 from jaxinfer.evaluation.attention_mass import attention_mass, draw_mass
 from jaxinfer.kernels.selection.sources import SOURCES
 from jaxinfer.llm import LLM
@@ -52,6 +53,18 @@ def test_budgets_for_everything_miss_nothing(llm: LLM, ids: list[int]):
     np.testing.assert_allclose(mass.shares[..., SOURCES.index("missed")], 0, atol=1e-6)
     row = mass.by_source()[0]
     assert row["layer"] == 2 and row["read of far"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_engine_samples_what_is_measured_here(llm: LLM, ids: list[int]):
+    """`/metrics`: the last query of every step's part of a prompt, in the layers that select."""
+    mass = attention_mass(llm, ids, [255, 511, 599], policy=FEW)
+    captured = 1 - mass.shares[:3, ..., SOURCES.index("missed")].mean(axis=2)
+    sizes = {"max_context": 1024, "chunk_size": 256, "max_num_seqs": 1}
+    with LLM(model="tiny-random", overrides=LAYERS, attention=FEW, **sizes) as hybrid:
+        hybrid.generate([ids], SamplingParams(max_tokens=1))
+        reads = hybrid.engine.stats().reads
+    assert reads["sampled"] == captured.size == 9
+    assert reads["captured"] == pytest.approx(captured.sum(), abs=1e-4) and captured[:, 1:].max() < 0.9
 
 
 def test_table_and_picture(llm: LLM, ids: list[int], tmp_path):

@@ -150,7 +150,7 @@ def layer(small: bool, turn: Turn) -> None:
     contexts = (4096, 2048) if small else (524288, 65536, 262144)
     chunk, tile, repeats = (512, 256, 1) if small else (8192, 8192, 6)
     hybrid = parse_policy("hybrid:window=512,dense_below=512,candidates=32") if small else PRESETS["balanced"]
-    policies = {"hybrid": hybrid.for_heads(config.num_heads), "dense": DENSE}
+    policies = {"hybrid": hybrid.for_model(config.num_heads, config.latent_dim), "dense": DENSE}
     layers = {name: Layer(config, of, contexts[0], chunk, 64, tile, mesh) for name, of in policies.items()}
     batches = {name: {c: of.batch(c) for c in contexts} for name, of in layers.items()}
 
@@ -163,7 +163,7 @@ def layer(small: bool, turn: Turn) -> None:
     with ThreadPoolExecutor(2) as pool:
         programs = dict(zip(layers, pool.map(ready, layers), strict=True))
     temporary = {name: of.memory_analysis().temp_size_in_bytes / 1e9 for name, (of, _) in programs.items()}
-    weights, rope = layers["dense"].weights(), layers["dense"].rope()
+    weights, tables = layers["dense"].weights(), {name: of.tables() for name, of in layers.items()}
     x = jax.random.normal(jax.random.key(1), (chunk, config.hidden_size), jnp.bfloat16)
     turn.wait(compiled={name: round(took) for name, (_, took) in programs.items()}, temporary_gb=temporary)
     for context in contexts:
@@ -172,7 +172,7 @@ def layer(small: bool, turn: Turn) -> None:
                 return
             cache = jax.block_until_ready(jax.jit(layers[name].fill)(jnp.uint32(7)))
             batch = jax.device_put(batches[name][context])
-            call = timed_calls(program, cache, lambda cache, batch=batch: (weights, x, cache, rope, batch))
+            call = timed_calls(program, cache, lambda cache, given=(tables[name], batch): (weights, x, cache, *given))
             finite = bool(jnp.all(jnp.isfinite(call(0))))
             del cache
             timing = measure(call, jax.block_until_ready, repeats if name == "hybrid" else min(repeats, 2))
@@ -254,7 +254,7 @@ def compile_steps(runner: Runner, chunk: int) -> dict[str, int]:
 
     def seconds(name: str) -> int:
         begin = time.monotonic()
-        getattr(programs, name).lower(runner.params, runner.cache, runner.rope, batches[name]).compile()
+        getattr(programs, name).lower(runner.params, runner.cache, runner.tables, batches[name]).compile()
         return round(time.monotonic() - begin)
 
     with ThreadPoolExecutor(2) as pool:

@@ -29,7 +29,7 @@ from jaxinfer.engine.batching import Batcher
 from jaxinfer.engine.request import Request, Sequence
 from jaxinfer.engine.step import Capacity, PrefillSegment
 from jaxinfer.kernels.selection import retrieve
-from jaxinfer.kernels.selection.means import group_means
+from jaxinfer.kernels.selection.index import Projections, group_index
 from jaxinfer.model import attention as dense
 from jaxinfer.model import sparse
 from jaxinfer.model.attention import rotations
@@ -46,7 +46,7 @@ _MARK = "part:"
 _PARTS: dict[ModuleType, dict[str, str]] = {
     sparse: {
         "_queries": "absorb",
-        "write_means": "means",
+        "write_index": "index",
         "in_order": "gather",
         "_attend_near": "anchors",
         "mla_window": "window",
@@ -145,33 +145,35 @@ class Layer:
         return batcher.prefill([[segment]], self.chunk).batch
 
     def fill(self, salt: jax.Array) -> Cache:
-        """Contents of the cache: latents of unit size, their means, and records of any blocks."""
+        """Contents of the cache: latents of unit size, their index, and records of any blocks."""
         spec = self.cache()
         latents = numbers(spec.latents.shape, salt).astype(spec.latents.dtype)
         if not isinstance(self.policy, Hybrid):
             return Cache(latents)
-        means = group_means(latents, self.policy.group)
+        index = group_index(latents, self._projections().keys[0], self.policy.group)
         draw = numbers(spec.records.shape[:-1], salt + jnp.uint32(1)) / 12**0.5 + 0.5
         blocks = (draw * (self.longest // self.policy.block)).astype(jnp.int32)
         reads = jnp.zeros(spec.reads.shape, spec.reads.dtype)
-        return Cache(latents, means, jnp.stack((blocks, blocks % 1024), axis=-1), reads)
+        return Cache(latents, index, jnp.stack((blocks, blocks % 1024), axis=-1), reads)
 
-    def step(self, params: Tree, x: jax.Array, cache: Cache, rope: Tree, batch: PrefillBatch):
+    def step(self, params: Tree, x: jax.Array, cache: Cache, tables: Tree, batch: PrefillBatch):
         """`x [T, d]`, the normalised input, to float32 `[T, d]`, and the cache."""
         block, plan = self.model.groups["dense"].block.attention, Plan.prefill(self.rules)
 
-        def run(params, x, cache, rope, batch):
+        def run(params, x, cache, tables, batch):
             sliced, whole = apart(block, params)
             module = use(block, together(jax.tree.map(lambda array: array[0], sliced), whole), plan)
             batch = local(batch)
-            angles = rotations((rope["cos"], rope["sin"]), batch.positions)
+            if isinstance(self.policy, Hybrid):
+                batch = dataclasses.replace(batch, sparse=dataclasses.replace(batch.sparse, index=tables["index"]))
+            angles = rotations((tables["cos"], tables["sin"]), batch.positions)
             return module.prefill(x, cache, jnp.int32(0), batch, angles, self.layout, plan, self.model.policies)
 
         everywhere = PartitionSpec()
         specs = everywhere, everywhere, everywhere, everywhere, batch_specs(batch, self.rules)
         with named_parts():
             return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(
-                params, x, cache, rope, batch
+                params, x, cache, tables, batch
             )
 
     def shapes(self, batch: PrefillBatch) -> tuple[Any, ...]:
@@ -182,19 +184,24 @@ class Layer:
             return jax.ShapeDtypeStruct(np.shape(array), dtype or array.dtype, sharding=everywhere)
 
         x = jax.ShapeDtypeStruct((self.chunk, self.config.hidden_size), jnp.bfloat16, sharding=everywhere)
-        table = jax.ShapeDtypeStruct((self.longest, self.config.qk_rope_head_dim // 2), jnp.float32)
-        rope = {"cos": shape(table), "sin": shape(table)}
-        return self.params(), x, self.cache(), rope, jax.tree.map(lambda a: shape(np.asarray(a)), batch)
+        tables = jax.tree.map(shape, jax.eval_shape(self.tables))
+        return self.params(), x, self.cache(), tables, jax.tree.map(lambda a: shape(np.asarray(a)), batch)
 
     def weights(self) -> Tree:
         """Random weights of the attention."""
         specs = parameter_specs(self.config, self.rules, self.mesh, self.precision)
         return random_parameters(specs, self.config)["dense"]["attention"]
 
-    def rope(self) -> Tree:
-        """The rotary tables."""
+    def tables(self) -> Tree:
+        """The rotary tables, and random projections of the index."""
         cos, sin = rope_table(self.config.rope, self.config.qk_rope_head_dim, self.longest)
-        return {"cos": jnp.asarray(cos), "sin": jnp.asarray(sin)}
+        rope = {"cos": jnp.asarray(cos), "sin": jnp.asarray(sin)}
+        return rope | {"index": self._projections()} if isinstance(self.policy, Hybrid) else rope
+
+    def _projections(self) -> Projections:
+        shape = (1, self.config.latent_dim, self.policy.index_dim)
+        projection = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16) / self.policy.index_dim**0.5
+        return Projections(projection, projection)
 
 
 def numbers(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxinfer.kernels.mosaic import block_masses, block_scores
-from jaxinfer.kernels.selection.means import group_means
+from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.retrieve import retrieve
 from jaxinfer.kernels.selection.scores import best_groups, group_logits
 from tests.kernels.interpreter import interpreted
 from tests.kernels.products import TWO_PROCESSORS, lower_for_cuda
 
 SCALE = 0.2
-SMALL = block_scores.Blocks(columns=64, stages=2)
+SMALL = block_scores.Blocks(piece=16, stages=2)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
@@ -23,29 +23,30 @@ def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 SCORES = {
-    # rows, blocks, groups of a block, (first, end) of successive parts of the rows
-    "limits that differ within a warpgroup": (72, 37, 4, [(1, 37), (3, 9), (0, 1), (5, 5)]),
-    "rows of two clusters, of which one retrieves nothing": (264, 40, 2, [(0, 40), (0, 0)]),
+    # rows, blocks, groups of a block, numbers, how the work is cut, (first, end) of successive parts of the rows
+    "limits that differ within a warpgroup": (72, 37, 4, 128, SMALL, [(1, 37), (3, 9), (0, 1), (5, 5)]),
+    "rows of two clusters, of which one retrieves nothing": (264, 40, 8, 64, SMALL, [(0, 40), (0, 0)]),
+    "more steps than rows in registers": (40, 19, 8, 192, SMALL, [(0, 19)]),
+    "the cut of an index of 64 numbers": (24, 35, 32, 64, None, [(2, 35), (0, 20)]),
 }
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_best_groups(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    rows, blocks, per_block, limits = SCORES[name]
+    rows, blocks, per_block, dim, cut, limits = SCORES[name]
     monkeypatch.setattr(block_scores, "_PART", 32)  # several parts
     rng = np.random.default_rng(rows)
-    q, means = normal(rng, rows, 128), normal(rng, blocks, per_block, 128)
+    q, index = normal(rng, rows, dim), normal(rng, blocks, per_block, dim)
     first, end = np.repeat(np.asarray(limits, np.int32), -(-rows // len(limits)), axis=0)[:rows].T
-    means = means.at[int(end.max()) :].set(jnp.nan)
-    run = functools.partial(block_scores.block_scores, group=32, scale=SCALE, multiprocessors=2, blocks=SMALL)
+    index = index.at[int(end.max()) :].set(jnp.nan)
+    run = functools.partial(block_scores.block_scores, group=32, scale=SCALE, multiprocessors=2, blocks=cut)
     with interpreted(capsys, monkeypatch):
-        best, lse = jax.block_until_ready(jax.jit(run)(q, means, first, end))
-    logits = group_logits(q[:, None], means.reshape(-1, 128), group=32, scale=SCALE)[:, 0]
-    wanted, wanted_lse = jax.vmap(functools.partial(best_groups, per_block=per_block))(logits, first, end)
+        best = jax.block_until_ready(jax.jit(run)(q, index, first, end))
+    logits = group_logits(q[:, None], index.reshape(-1, dim), group=32, scale=SCALE)[:, 0]
+    wanted = jax.vmap(functools.partial(best_groups, per_block=per_block))(logits, first, end)
     eligible = (np.arange(blocks) >= first[:, None]) & (np.arange(blocks) < end[:, None])
     assert best.shape[1] >= blocks
     np.testing.assert_allclose(best[:, :blocks][eligible], wanted[eligible], atol=1e-5)
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
 MASSES = {
@@ -90,7 +91,7 @@ def test_schedule(seed: int):
     assert sorted(seen) == np.flatnonzero(lists.reshape(-1) >= 0).tolist()
 
 
-def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int):
+def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int, index_dim: int = 64):
     rng = np.random.default_rng(0)
     q, context = normal(rng, n, queries, heads, dim), normal(rng, blocks * block, dim)
     lse = jnp.asarray(rng.normal(size=(n, queries, heads)), jnp.float32)
@@ -99,7 +100,9 @@ def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int):
     end = np.linspace(blocks // 2, blocks, n).astype(np.int32)
     end[1] = 0
     free = rng.random(blocks * block) > 0.1
-    arrays = q, valid, lse, np.ones(n, np.int32), end, context, group_means(context, 16), free
+    key_projection, projection = (normal(rng, dim, index_dim) / dim**0.5 for _ in range(2))
+    index = group_index(context, key_projection, 16)
+    arrays = q, valid, lse, np.ones(n, np.int32), end, context, index, projection, free
     return tuple(map(jnp.asarray, arrays))
 
 
@@ -120,12 +123,18 @@ def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "voters"),
-    [(2**16, 128, 576, 32), (2**19, 128, 576, 32), (2**20, 128, 576, 32), (2**17, 4, 320, 4)],
+    ("tokens", "heads", "dim", "index_dim", "sizes"),
+    [
+        (2**16, 128, 576, 64, {}),
+        (2**19, 128, 576, 64, {}),
+        (2**20, 128, 576, 64, {}),
+        (2**19, 128, 576, 128, {"voters": 64, "head_groups": 8, "candidates": 128}),
+        (2**17, 4, 320, 64, {"voters": 4}),
+    ],
 )
-def test_lowers_for_cuda(tokens: int, heads: int, dim: int, voters: int):
+def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, sizes: dict):
     shape = jax.ShapeDtypeStruct
-    sizes = {"block": 128, "group": 32, "head_groups": 4, "probes": 4, "candidates": 64, "voters": voters}
+    sizes = {"block": 128, "group": 4, "head_groups": 4, "probes": 4, "candidates": 64, "voters": 32} | sizes
     lowered = lower_for_cuda(
         functools.partial(retrieve, scale=SCALE, implementation="mosaic", **sizes),
         shape((256, 32, heads, dim), jnp.bfloat16),
@@ -134,7 +143,8 @@ def test_lowers_for_cuda(tokens: int, heads: int, dim: int, voters: int):
         shape((256,), jnp.int32),
         shape((256,), jnp.int32),
         shape((tokens, dim), jnp.bfloat16),
-        shape((tokens // 32, dim), jnp.bfloat16),
+        shape((tokens // 4, index_dim), jnp.bfloat16),
+        shape((dim, index_dim), jnp.bfloat16),
         shape((tokens,), jnp.bool_),
     )
     assert "block_scores" in lowered and "block_masses" in lowered
@@ -145,7 +155,9 @@ def test_operands_that_do_not_fit_are_refused():
     q, *rest = case(2, 4, 4, 64, 12, 64)
     with pytest.raises(ValueError, match="queries are float32"):
         retrieve(q.astype(jnp.float32), *rest, **sizes, implementation="mosaic")
-    with pytest.raises(ValueError, match="no multiple of 64"):
-        retrieve(*case(2, 4, 4, 72, 12, 64), **sizes, implementation="mosaic")
-    with pytest.raises(ValueError, match="blocks have 32 keys"):
+    with pytest.raises(ValueError, match="index of 72 numbers are no multiple of 64"):
+        retrieve(*case(2, 4, 4, 128, 12, 64, 72), **sizes, implementation="mosaic")
+    with pytest.raises(ValueError, match="blocks have 2 groups, not 4, 8, 16 or 32"):
         retrieve(*case(2, 4, 4, 64, 12, 32), **sizes | {"block": 32}, implementation="mosaic")
+    with pytest.raises(ValueError, match="blocks have 256 keys, not 64 or 128"):
+        retrieve(*case(2, 4, 4, 64, 12, 256), **sizes | {"block": 256}, implementation="mosaic")

@@ -29,7 +29,8 @@ def operands(kv: str):
     """
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), empty(kv, LAYERS, PAGES, PAGE))
-    latents = np.round(rng.normal(size=(5, RANK + ROPE)) * 16) / 16 * np.exp2([[0.0], [10.0], [-np.inf], [0.0], [-10.0]])
+    size = np.exp2([[0.0], [10.0], [-np.inf], [0.0], [-10.0]])
+    latents = np.round(rng.normal(size=(5, RANK + ROPE)) * 16) / 16 * size
     page, offset = jnp.asarray([2, 0, 2, PAGES, 1], jnp.int32), jnp.asarray([1, 3, 0, 2, 0], jnp.int32)
     norm = jnp.asarray(rng.uniform(0.5, 2, size=RANK), jnp.bfloat16)
     angles = rng.uniform(0, 100, size=(5, ROPE // 2))

@@ -72,6 +72,7 @@ def test_other_policies_chunks_and_meshes(attention: str):
     compare(attention, ("", 256), *(meshes if attention == FEW else [("cp=2", 192)]))
 
 
+@pytest.mark.slow
 def test_neighbours_and_reused_pages_do_not_show():
     """Long and short prompts together answer as each alone, in pages that held others before."""
     prompts = [prompt(length, seed=length) for length in (1500, 40, 700, 300, 1200)]
@@ -107,7 +108,7 @@ def test_a_policy_is_a_value():
 @pytest.mark.parametrize(
     ("attention", "mesh", "chunk", "words"),
     [
-        ("hybrid", "", 16, "expected group of the attention policy to divide 16"),
+        ("hybrid", "", 16, "expected query_block of the attention policy to divide 16"),
         (
             "hybrid:head_groups=1,voters=4",
             "tp=2",

@@ -61,7 +61,7 @@ def test_prefill_passes_latents_on_and_nothing_gathers_the_cache(divided: LLM):
     nobody = [[]]
     prefill_batch = runner._put(runner._batcher.prefill(nobody, 64).batch)
     decode_batch = runner._put(runner._batcher.decode(nobody, 4))
-    programs, arguments = runner._programs, (runner.params, runner.cache, runner.rope)
+    programs, arguments = runner._programs, (runner.params, runner.cache, runner.tables)
     prefill = programs.prefill.lower(*arguments, prefill_batch).compile().as_text()
     decode = programs.decode.lower(*arguments, decode_batch).compile().as_text()
     assert "collective-permute" in prefill
@@ -72,7 +72,9 @@ def test_prefill_passes_latents_on_and_nothing_gathers_the_cache(divided: LLM):
         assert max(gathered) < one_layer / 8
 
 
-@pytest.mark.parametrize("favourite", ["one expert takes every token", "one expert is never chosen"])
+@pytest.mark.parametrize(
+    "favourite", ["one expert takes every token", pytest.param("one expert is never chosen", marks=pytest.mark.slow)]
+)
 def test_unkind_routing(favourite: str):
     """Dropless whatever the routing: the same logits as on one device."""
     overrides = {"experts_per_token": 1 if "every" in favourite else 2, "num_groups": 1, "groups_per_token": 1}

@@ -33,19 +33,19 @@ def log_sum_exp(values: list[float]) -> float:
     return top + math.log(sum(math.exp(value - top) for value in values))
 
 
-def shares(q, means, local_lse, first: int, end: int, group: int, block: int, scale: float) -> np.ndarray:
+def shares(q, index, local_lse, first: int, end: int, group: int, block: int, scale: float) -> np.ndarray:
     per_block = block // group
-    num_blocks = len(means) // per_block
+    num_blocks = len(index) // per_block
     out = np.zeros((*q.shape[:2], num_blocks))
     for p in range(q.shape[0]):
         for v in range(q.shape[1]):
-            logits = {
-                m: scale * float(q[p, v] @ means[m]) + math.log(group)
-                for m in range(first * per_block, end * per_block)
+            best = {
+                b: max(scale * float(q[p, v] @ index[b * per_block + i]) + math.log(group) for i in range(per_block))
+                for b in range(first, end)
             }
-            total = log_sum_exp([float(local_lse[p, v]), *logits.values()])
+            total = log_sum_exp([float(local_lse[p, v]), *best.values()])
             for b in range(first, end):
-                out[p, v, b] = math.exp(max(logits[b * per_block + i] for i in range(per_block)) - total)
+                out[p, v, b] = math.exp(best[b] - total)
     return out
 
 

@@ -26,7 +26,7 @@ def test_automatic_is_dense_up_to_the_crossover():
 def test_changes_in_one_line():
     policy = parse_policy("fast:window=2048, retrieve_blocks=8,retrieve_mass=0.9,anchor_boundaries=false")
     assert isinstance(policy, Hybrid)
-    assert (policy.window, policy.retrieve_mass, policy.anchor_boundaries, policy.group) == (2048, 0.9, False, 64)
+    assert (policy.window, policy.retrieve_mass, policy.anchor_boundaries, policy.group) == (2048, 0.9, False, 8)
     assert (policy.min_retrieved, policy.max_retrieved) == (4, 16)
 
 
@@ -58,7 +58,7 @@ def test_layers_of_their_own():
         ("hybrid:x.window=5", "expected layers such as 3 or 0-3"),
         ("hybrid:1.sinks=256", "expected layers of one grid"),
         ("hybrid:window=-1", "expected window to be an integer of at least 1, got -1"),
-        ("hybrid:block=100", "expected block to be a multiple of group=32, got 100"),
+        ("hybrid:block=100", "expected block to be a multiple of query_block=32, got 100"),
         ("hybrid:query_block=48", "expected block to be a multiple of query_block=48, got 128"),
         ("hybrid:sinks=64", "expected sinks to be a multiple of block=128, got 64"),
         ("hybrid:hot_epoch=100", "expected hot_epoch to be a multiple of block=128, got 100"),

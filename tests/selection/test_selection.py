@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
+from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.lists import ascending, join, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
@@ -251,10 +252,12 @@ def test_retrieve_puts_the_parts_together(budget: int, monkeypatch: pytest.Monke
     valid = np.ones((n, queries), bool)
     valid[-1, 2:] = False
     end = np.array([1, 3, 6, 9, 12], np.int32)
-    means = group_means(jnp.asarray(context), group)
+    key_projection, projection = (jnp.asarray(rng.normal(size=(dim, 4)), jnp.float32) for _ in range(2))
+    index = group_index(jnp.asarray(context), key_projection, group)
     found = retrieve(
         *map(jnp.asarray, (q, valid, lse, np.ones(n, np.int32), end, context)),
-        means,
+        index,
+        projection,
         jnp.asarray(free),
         scale=0.6,
         block=block,
@@ -270,7 +273,8 @@ def test_retrieve_puts_the_parts_together(budget: int, monkeypatch: pytest.Monke
             of = voting[2 * g : 2 * g + 2]
             rows = slow.probe_rows(int(valid[i].sum()), 2)
             picked, local = q[i][rows][:, of].astype(np.float64), lse[i][rows][:, of]
-            share = slow.shares(picked, np.asarray(means, np.float64), local, 1, int(end[i]), group, block, 0.6)
+            speaking = picked @ np.asarray(projection, np.float64)
+            share = slow.shares(speaking, np.asarray(index, np.float64), local, 1, int(end[i]), group, block, 0.6)
             wanted = slow.candidate_blocks(share, 1, int(end[i]), 4)
             assert listed(found.candidates[i, g]) == wanted
             mass = slow.masses(picked, context.astype(np.float64), wanted, free, local, block, 0.6)
