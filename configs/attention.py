@@ -42,7 +42,10 @@ class Hybrid:
     probes: int = 4
     """Queries of a query block that speak for it."""
     voters: int = 32
-    """Heads, of all groups together, that speak for their group; where there are fewer, all do."""
+    """Heads, of all groups together, that speak for their group; where there are fewer, all do.  Those that look far
+    away most, where the model has a head profile (`python -m jaxinfer.profile`), else evenly spread."""
+    local_below: float = 0.0
+    """Groups of heads none of which scored as much in the head profile read no retrieved or hot blocks."""
     candidates: int = 64
     """Blocks that the first level hands to the second, which scores them exactly; decode reads them all."""
     retrieve_blocks: int = 16
@@ -96,6 +99,8 @@ class Hybrid:
             raise ValueError(f"expected anchor_boundaries to be true or false, got {self.anchor_boundaries!r}")
         if self.probes > self.query_block:
             raise ValueError(f"expected probes of at most query_block={self.query_block}, got {self.probes}")
+        if not 0 <= self.local_below <= 1:
+            raise ValueError(f"expected local_below in [0, 1], got {self.local_below!r}")
         if self.retrieve_mass is not None and not 0 < self.retrieve_mass <= 1:
             raise ValueError(f"expected retrieve_mass in (0, 1], got {self.retrieve_mass!r}")
         needed = self.max_retrieved + self.hot_blocks

@@ -16,6 +16,7 @@ from jaxinfer.configs.attention import DENSE, Dense, Hybrid, automatic_policy
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.configs.kv_format import FLOAT_FORMATS, FORMATS, KVFormat
 from jaxinfer.configs.model import ModelConfig
+from jaxinfer.configs.profile import HeadProfile
 from jaxinfer.engine.anchors import Anchors, boundary_codes
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import pages_that_fit
@@ -23,9 +24,11 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.step import Capacity
 from jaxinfer.model.index import index_projections
 from jaxinfer.model.params import Tree
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import rope_table
 from jaxinfer.model.transformer import parameter_specs
+from jaxinfer.model.voters import voters
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan, Rules
@@ -72,7 +75,7 @@ def build_engine(
         config,
         precision,
         params,
-        _tables(config, precision, params, policy, capacity.max_context, mesh),
+        _tables(config, precision, params, policy, source.profile, capacity.max_context, mesh),
         policy,
         _anchors(policy, source),
         cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv, policy),
@@ -229,13 +232,23 @@ def _tile_tokens(on_gpu: bool) -> int:
 
 
 def _tables(
-    config: ModelConfig, precision: Precision, params: Tree, policy: Dense | Hybrid, positions: int, mesh: Mesh
+    config: ModelConfig,
+    precision: Precision,
+    params: Tree,
+    policy: Dense | Hybrid,
+    profile: HeadProfile | None,
+    positions: int,
+    mesh: Mesh,
 ) -> Tree:
     everywhere = NamedSharding(mesh, PartitionSpec())
     cos, sin = rope_table(config.rope, config.qk_rope_head_dim, positions)
     tables: Tree = {"cos": jax.device_put(cos, everywhere), "sin": jax.device_put(sin, everywhere)}
     if isinstance(policy, Hybrid):
         tables["index"] = index_projections(params, config, policy.index_dim, precision.dtype, mesh)
+        distinct = Policies.of(policy, config.num_layers).distinct
+        tables["voters"] = jax.device_put(
+            tuple(voters(of, config, profile) if isinstance(of, Hybrid) else None for of in distinct), everywhere
+        )
     return tables
 
 

@@ -10,6 +10,7 @@ from jaxinfer.checkpoint.random import random_parameters
 from jaxinfer.configs.engine import DEFAULT_MODEL, EngineOptions
 from jaxinfer.configs.presets import PRESET_NAMES, override, preset
 from jaxinfer.configs.probe import PROBE, split_dials
+from jaxinfer.configs.profile import PROFILE_FILE, HeadProfile
 from jaxinfer.kernels.quantize import BLOCK
 from jaxinfer.model.params import Tree
 from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
@@ -66,6 +67,20 @@ class ModelSource:
             self._dials, overrides = split_dials(overrides)
         self.config = preset(self.name, overrides)
         self.tokenizer = byte_tokenizer() if self.name == "tiny-random" else None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights lie; None for those that are made up."""
+        return None if self._checkpoint is None or self._options.weights == "random" else self._checkpoint.folder
+
+    @property
+    def profile(self) -> HeadProfile | None:
+        """The head profile beside the weights; None where there is none.  Raises ValueError for one that is not the
+        model's."""
+        path = None if self.folder is None else self.folder / PROFILE_FILE
+        if path is None or not path.is_file():
+            return None
+        return HeadProfile.load(path, self.config.num_layers, self.config.num_heads)
 
     @property
     def quantized(self) -> str | None:

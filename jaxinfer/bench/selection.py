@@ -70,22 +70,21 @@ class Selection(Operation):
             group_index(context, projection, policy.group),
             projection,
             free,
+            jnp.asarray(voting_heads(heads, policy.head_groups, policy.voters)),
         )
 
     def run(self, case, implementation, *operands):
         policy = self._policy(case)
-        names = "block", "group", "head_groups", "probes", "voters", "candidates"
+        names = "block", "group", "probes", "candidates"
         sizes = {name: getattr(policy, name) for name in names}
         return retrieve(*operands, scale=SCALE, **sizes, implementation=implementation)
 
     def sample(self, case, operands, result):
-        q, valid, lse, _, _, context, *_, free = operands
+        q, valid, lse, _, _, context, *_, free, voting = operands
         policy = self._policy(case)
         some = spread(q.shape[0], _COMPARED)
-        voting = np.asarray(voting_heads(case.shape[2], policy.head_groups, policy.voters))
-        voting = voting[: len(voting) // policy.head_groups]
         rows = probe_rows(valid[0], policy.probes)
-        place = some[:, None, None], rows[:, None], voting
+        place = some[:, None, None], rows[:, None], voting[0]
         found = result.candidates[some, 0]
         tokens = found[..., None] * policy.block + jnp.arange(policy.block)
         return {

@@ -36,7 +36,7 @@ class Runner:
         precision: in which it is held and computed.
         params: its weights, laid out as `parameter_specs` says.
         tables: `{"cos", "sin"}`, float32 `[max_context, rope / 2]`, and for a hybrid policy `"index"`, the projections
-            of all layers (see `model.index`); replicated.
+            of all layers (see `model.index`), and `"voters"`, of each of the policies (see `model.voters`); replicated.
         policy: which positions its queries read.
         anchors: finds the anchors of a hybrid policy.
         cache: shape, type and sharding of the cache's arrays, as `cache_spec` makes them for `policy`.

@@ -106,8 +106,10 @@ class Attention(nnx.Module):
             positions = jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1)
             dense = self._read_all(q, cache, layer, batch, layout, positions, batch.num_dense_tiles)
             kept = sparse.write_index(cache, layer, batch, policy)
+            voters, scale = batch.sparse.voters[policies.distinct.index(policy)], softmax_scale(self.config)
+            weights = self.k_b, self.v_b
             out, _, kept, _ = sparse.attend(
-                q, self.k_b, self.v_b, dense, kept, layer, batch, layout, policy, heads, softmax_scale(self.config)
+                q, *weights, dense, kept, layer, batch, layout, policy, voters, heads, scale
             )
             return out, kept[1:]
 

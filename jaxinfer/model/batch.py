@@ -40,6 +40,8 @@ class SparsePrefill:
     """int32, the segments in use; the same on all ranks."""
     index: Any = None
     """`kernels.selection.index.Projections` of all layers, which each rank adds inside of a step."""
+    voters: Any = None
+    """`model.voters.Voters` of each of the distinct policies, likewise."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +52,8 @@ class SparseDecode:
     shared: Array = _array("replica", None, None)
     """int32 `[R, B, A]`, the positions of sinks and anchors, ascending; then the largest int32."""
     index: Any = None
-    """As in `SparsePrefill`."""
+    """As in `SparsePrefill`, and so are `voters`."""
+    voters: Any = None
 
 
 @jax.tree_util.register_dataclass

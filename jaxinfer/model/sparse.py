@@ -18,9 +18,10 @@ from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
 from jaxinfer.kernels.selection.hot import amounts, epoch_masses, hot_blocks, hot_weights, record
 from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.lists import join
-from jaxinfer.kernels.selection.retrieve import retrieve
+from jaxinfer.kernels.selection.retrieve import Retrieval, retrieve
 from jaxinfer.model.batch import PrefillBatch
 from jaxinfer.model.context import in_order
+from jaxinfer.model.voters import Voters
 from jaxinfer.sharding.collectives import all_reduce, merge
 from jaxinfer.sharding.layout import Layout
 
@@ -115,6 +116,7 @@ def attend(
     batch: PrefillBatch,
     layout: Layout,
     policy: Hybrid,
+    voters: Voters,
     head_axes: tuple[str, ...],
     scale: float,
 ) -> tuple[jax.Array, jax.Array, Cache, Selection]:
@@ -125,6 +127,7 @@ def attend(
         k_b, v_b: `[H, nope, kv_rank]` and `[H, v, kv_rank]`.
         dense: output `[T, H, v]` and log-sum-exp `[T, H]`, float32, of those that read all; 0 and -inf for others.
         cache: with the chunk's latents and their index.
+        voters: under this policy.
         head_axes: mesh axes that divide the heads.
 
     Returns: `dense` with the others' output and log-sum-exp; the cache with what the query blocks remember; and what
@@ -155,7 +158,8 @@ def attend(
         first, end = eligible_blocks(windows(queries.start, policy), sinks=policy.sinks, block=policy.block)
         first, end = jnp.full_like(end, first), jnp.where(my_blocks, end, 0)
         projection = batch.sparse.index.queries[layer]
-        found = _retrieve(queries, context, projection, near[1][queries.rows], first, end, policy, head_axes, scale)
+        found = _retrieve(queries, context, projection, voting, near[1][queries.rows], first, end, policy, scale)
+        found = Retrieval(jnp.where(far[:, None], found.candidates, -1), jnp.where(far[:, None], found.masses, 0.0))
         num_blocks = latents.shape[0] // policy.block
         masses = jax.vmap(lambda masses, blocks: amounts(masses, blocks, num_blocks))(found.masses, found.candidates)
         found_now = jax.vmap(lambda masses: record(masses, RECORDED))(all_reduce(masses, head_axes))
@@ -163,14 +167,15 @@ def attend(
         records = records.at[layer, page, queries.slot].set(found_now, mode="drop")
 
         hot = _hot(gathered(records, policy.query_block), queries.start, first, end, num_blocks, policy)
-        selection = _choose(found.masses, found.candidates, hot, policy)
-        far = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
+        selection = _choose(found.masses, found.candidates, hot, far, policy)
+        distant = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
         chosen = jax.tree.map(lambda new, old: jnp.where(_over(my_blocks, new), new, old), selection, chosen)
-        read = merge(*near, *far)
+        read = merge(*near, *distant)
         captured += _captured(queries, read[1], context, my_blocks, policy, v_b.shape[2], scale)
         return *merge(out, lse, *read), records, chosen, captured
 
     n, ranks = queries.start.shape[0], lax.axis_size(head_axes) if head_axes else 1
+    voting, far = _of_rank(voters, layer, ranks, head_axes, q.shape[1])
     state = (
         *dense,
         records,
@@ -239,8 +244,16 @@ def window_runs(tokens: int, layout: Layout, policy: Hybrid) -> tuple[int, int]:
     return 1, (stripes - 1) * layout.round_tokens + layout.stripe + behind
 
 
-def _retrieve(queries, context, projection, lse, first, end, policy, head_axes, scale):
-    ranks = lax.axis_size(head_axes) if head_axes else 1
+def _of_rank(voters, layer, ranks, head_axes, heads):
+    """The voting heads `[G, V]` of this rank's groups, counted through its own heads, and which groups read far."""
+    rank, groups = lax.axis_index(head_axes) if head_axes else 0, voters.far.shape[1] // ranks
+    voting, far = (
+        lax.dynamic_slice_in_dim(array[layer], rank * groups, groups) for array in (voters.prefill, voters.far)
+    )
+    return voting - rank * heads, far
+
+
+def _retrieve(queries, context, projection, voting, lse, first, end, policy, scale):
     return retrieve(
         queries.absorbed,
         queries.valid,
@@ -251,12 +264,11 @@ def _retrieve(queries, context, projection, lse, first, end, policy, head_axes, 
         context.index,
         projection,
         context.free,
+        voting,
         scale=scale,
         block=policy.block,
         group=policy.group,
-        head_groups=policy.head_groups // ranks,
         probes=policy.probes,
-        voters=policy.voters // ranks,
         candidates=policy.candidates,
     )
 
@@ -269,13 +281,15 @@ def _hot(records, start, first, end, num_blocks, policy):
     return jax.vmap(lambda weights, first, end: hot_blocks(weights, first, end, policy.hot_blocks))(weights, first, end)
 
 
-def _choose(masses, candidates, hot, policy):
+def _choose(masses, candidates, hot, far, policy):
+    """What each group reads: the hot blocks and those that it retrieved, or nothing where it does not read far."""
+
     def of_group(masses, candidates, hot):
         least, most = policy.min_retrieved, policy.max_retrieved
         return retrieved_blocks(masses, candidates, hot, least=least, most=most, mass=policy.retrieve_mass)
 
     retrieved = jax.vmap(jax.vmap(of_group, in_axes=(0, 0, None)))(masses, candidates, hot)
-    return Selection(hot, jax.vmap(join)(hot, retrieved))
+    return Selection(hot, jnp.where(far[:, None], jax.vmap(join)(hot, retrieved), -1))
 
 
 def _captured(queries, lse, context, mine, policy, kv_rank, scale):

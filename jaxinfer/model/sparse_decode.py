@@ -147,7 +147,7 @@ def _blocks(blocks, me, batch, layout, policy):
 def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
     """The estimated share of every block for this rank's voting heads, `[B, V, NB]`, the same on all ranks of cp."""
     ranks = layout.cp
-    voting = jnp.asarray(voting_heads(q.shape[1], 1, policy.voters))
+    voting = jnp.asarray(voting_heads(q.shape[1], 1, policy.voters)[0])
     top = lax.pmax(lse, "cp")
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     local = shift + jnp.log(lax.psum(jnp.exp(lse - shift), "cp"))

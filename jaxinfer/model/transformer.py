@@ -58,13 +58,13 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """The residual stream after the last layer, float32 `[T, d]`, and the cache with the batch's latents.
 
-        `tables` are those of the rotary embedding and the projections of the index (see `engine.runner.Runner`).
+        `tables` are those that `engine.runner.Runner` describes.
         """
         with jax.named_scope("embed"):
             x = self.embed(params["embed"], batch.tokens, plan).astype(jnp.float32)
         angles = rotations((tables["cos"], tables["sin"]), batch.positions)
         if batch.sparse is not None:
-            batch = replace(batch, sparse=replace(batch.sparse, index=tables["index"]))
+            batch = replace(batch, sparse=replace(batch.sparse, index=tables["index"], voters=tables["voters"]))
         if isinstance(batch, DecodeBatch):
             schedules = decode_schedules(batch, self.config.num_heads, layout, plan, self.policies)
             batch = replace(batch, schedules=schedules)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -39,11 +40,14 @@ class Retrieval(NamedTuple):
     """float32, the softmax mass of each; 0 for none."""
 
 
-def voting_heads(heads: int, groups: int, voters: int) -> list[int]:
-    """The heads that vote, group after group: as many of each, evenly spread.  `groups` divides `heads`."""
+def voting_heads(heads: int, groups: int, voters: int) -> np.ndarray:
+    """Heads that vote, int32 `[groups, V]`: evenly spread, as many of each group, all of them where there are fewer.
+
+    `groups` divides `heads`.
+    """
     size = heads // groups
     each = min(size, max(1, voters // groups))
-    return [group * size + i * size // each for group in range(groups) for i in range(each)]
+    return (np.arange(groups)[:, None] * size + np.arange(each) * size // each).astype(np.int32)
 
 
 def retrieve(
@@ -56,13 +60,12 @@ def retrieve(
     index: Float[Array, "M d"],
     projection: Float[Array, "D d"],
     free: Bool[Array, " S"],
+    voting: Int[Array, "G V"],
     *,
     scale: float,
     block: int,
     group: int,
-    head_groups: int,
     probes: int,
-    voters: int,
     candidates: int,
     implementation: dispatch.Implementation | None = None,
 ) -> Retrieval:
@@ -77,6 +80,7 @@ def retrieve(
         index: the index of the groups: their means, projected (see `kernels.selection.index`).
         projection: of the queries, in their type.
         free: positions that count in the second level: those that are not read anyhow as anchors.
+        voting: heads that speak for each group of heads (see `voting_heads`).
         scale: factor on the logits.
         implementation: None chooses (see `dispatch`).
 
@@ -86,7 +90,6 @@ def retrieve(
 
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
-    voting = jnp.asarray(voting_heads(q.shape[2], head_groups, voters)).reshape(head_groups, -1)
     sizes = {"scale": scale, "block": block, "group": group, "probes": probes, "candidates": candidates}
     reason = _reason_against(q, context, index, projection, block, block // group, probes * voting.shape[1])
     chosen = dispatch.choose("selection", implementation, reason)

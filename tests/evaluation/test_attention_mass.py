@@ -1,9 +1,12 @@
 """The captured softmax mass: shares add up, and follow from what is read."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from jaxinfer.configs.attention import parse_policy
+from jaxinfer.configs.attention import Hybrid, parse_policy
+from jaxinfer.configs.profile import HeadProfile
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.evaluation.attention_mass import attention_mass, draw_mass
 from jaxinfer.kernels.selection.sources import SOURCES
@@ -11,6 +14,7 @@ from jaxinfer.llm import LLM
 
 GRID = "window=64,anchor_gap=64,sinks=32,block=32,hot_epoch=64,dense_below=64,head_groups=2,voters=4"
 FEW = parse_policy(f"hybrid:{GRID},candidates=6,retrieve_blocks=2,hot_blocks=2,3=dense")
+assert isinstance(FEW, Hybrid)
 LAYERS = {"num_layers": 4}
 ROWS = (40, 200, 333, 599)
 
@@ -44,6 +48,17 @@ def test_shares_add_up_and_follow_the_policy(llm: LLM, ids: list[int]):
         array.reshape(4, len(ROWS), 2, 2).sum(axis=-1) for array in (mass.best, share["hot"] + share["retrieved"])
     ]
     assert (by_group[0] >= by_group[1] - 1e-5).all()
+
+
+def test_groups_that_do_not_look_far_read_nothing_far(llm: LLM, ids: list[int]):
+    """Of heads 0 and 1, 2 and 3: by the head profile, layer by layer."""
+    scores = ((0.0, 0.0, 0.0, 0.3), (0.0, 0.9, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0))
+    profile = HeadProfile(scores=scores, task="", length=1, samples=1)
+    mass = attention_mass(llm, ids, ROWS, policy=replace(FEW, local_below=0.1), profile=profile)
+    far = mass.shares[:3, 2:, :, SOURCES.index("hot")] + mass.shares[:3, 2:, :, SOURCES.index("retrieved")]
+    assert not far[0, :, :2].any() and (far[0, :, 2:] > 0).all()
+    assert not far[1, :, 2:].any() and (far[1, :, :2] > 0).all()
+    assert not far[2].any()
 
 
 @pytest.mark.slow

@@ -14,8 +14,11 @@ from jaxinfer.llm import LLM
 LOOKUPS = 12
 GRID = "window=256,anchor_gap=128,sinks=64,dense_below=512,hot_epoch=256"
 # A value's place is three tokens; the codes of all others are noise, which a mean of many tokens drowns in: groups are
-# small, and every query speaks for itself.
-FINE = f"hybrid:{GRID},block=32,group=4,probes=32,head_groups=1,voters=8,candidates=24,retrieve_blocks=8,hot_blocks=2"
+# small, the index has all numbers that the probe's keys have, and every query speaks for itself.
+FINE = (
+    f"hybrid:{GRID},block=32,group=4,index_dim=128,probes=32,head_groups=1,voters=8,candidates=24,retrieve_blocks=8,"
+    "hot_blocks=2"
+)
 BLIND = f"hybrid:{GRID},block=32,group=32,probes=1,head_groups=1,voters=1,candidates=1,retrieve_blocks=1,hot_blocks=0"
 TIGHT = f"hybrid:{GRID},block=64,candidates=16,retrieve_blocks=4,hot_blocks=2"
 """At 4,096 tokens about 800 keys a query."""

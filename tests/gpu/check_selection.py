@@ -25,7 +25,7 @@ from jaxinfer.kernels.mosaic import block_masses, block_scores
 from jaxinfer.kernels.mosaic.block_scores import Blocks
 from jaxinfer.kernels.selection import choice, hot, lists
 from jaxinfer.kernels.selection.index import group_index
-from jaxinfer.kernels.selection.retrieve import retrieve
+from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 from jaxinfer.kernels.selection.scores import best_groups, candidate_blocks
 from tests.gpu import workers
 
@@ -77,7 +77,7 @@ class Size:
     @property
     def sizes(self) -> dict[str, Any]:
         policy = self.policy
-        names = "block", "group", "head_groups", "probes", "voters", "candidates"
+        names = "block", "group", "probes", "candidates"
         return {"scale": SCALE} | {name: getattr(policy, name) for name in names}
 
     @property
@@ -118,7 +118,8 @@ def operands_of(size: Size) -> tuple[jax.Array, ...]:
     # One projection for both, so that products of what is projected are about those of what was.
     projection = numbers((size.dim, policy.index_dim), 7) / policy.index_dim**0.5
     index = group_index(tokens, projection, policy.group)
-    return q, valid, lse, jnp.ones_like(end), end, tokens, index, projection, free
+    voting = jnp.asarray(voting_heads(size.heads, policy.head_groups, policy.voters))
+    return q, valid, lse, jnp.ones_like(end), end, tokens, index, projection, free, voting
 
 
 def lists_of(size: Size) -> np.ndarray:

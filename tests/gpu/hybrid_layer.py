@@ -38,6 +38,7 @@ from jaxinfer.model.params import Tree, apart, together, use
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.rope import rope_table
 from jaxinfer.model.transformer import Transformer, parameter_specs
+from jaxinfer.model.voters import voters
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.mesh import MeshShape
 from jaxinfer.sharding.rules import Plan, Rules
@@ -165,7 +166,8 @@ class Layer:
             module = use(block, together(jax.tree.map(lambda array: array[0], sliced), whole), plan)
             batch = local(batch)
             if isinstance(self.policy, Hybrid):
-                batch = dataclasses.replace(batch, sparse=dataclasses.replace(batch.sparse, index=tables["index"]))
+                given = {name: tables[name] for name in ("index", "voters")}
+                batch = dataclasses.replace(batch, sparse=dataclasses.replace(batch.sparse, **given))
             angles = rotations((tables["cos"], tables["sin"]), batch.positions)
             return module.prefill(x, cache, jnp.int32(0), batch, angles, self.layout, plan, self.model.policies)
 
@@ -193,10 +195,13 @@ class Layer:
         return random_parameters(specs, self.config)["dense"]["attention"]
 
     def tables(self) -> Tree:
-        """The rotary tables, and random projections of the index."""
+        """The rotary tables, random projections of the index, and voters that are evenly spread."""
         cos, sin = rope_table(self.config.rope, self.config.qk_rope_head_dim, self.longest)
         rope = {"cos": jnp.asarray(cos), "sin": jnp.asarray(sin)}
-        return rope | {"index": self._projections()} if isinstance(self.policy, Hybrid) else rope
+        if not isinstance(self.policy, Hybrid):
+            return rope
+        spread = jax.tree.map(jnp.asarray, voters(self.policy, self.config, None))
+        return rope | {"index": self._projections(), "voters": (spread,)}
 
     def _projections(self) -> Projections:
         shape = (1, self.config.latent_dim, self.policy.index_dim)

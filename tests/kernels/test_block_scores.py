@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.kernels.mosaic import block_masses, block_scores
 from jaxinfer.kernels.selection.index import group_index
-from jaxinfer.kernels.selection.retrieve import retrieve
+from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 from jaxinfer.kernels.selection.scores import best_groups, group_logits
 from tests.kernels.interpreter import interpreted
 from tests.kernels.products import TWO_PROCESSORS, lower_for_cuda
@@ -102,7 +102,7 @@ def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int, in
     free = rng.random(blocks * block) > 0.1
     key_projection, projection = (normal(rng, dim, index_dim) / dim**0.5 for _ in range(2))
     index = group_index(context, key_projection, 16)
-    arrays = q, valid, lse, np.ones(n, np.int32), end, context, index, projection, free
+    arrays = q, valid, lse, np.ones(n, np.int32), end, context, index, projection, free, voting_heads(heads, 2, 4)
     return tuple(map(jnp.asarray, arrays))
 
 
@@ -112,7 +112,7 @@ def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytes
     """Both forms find the same, also with so little room that the query blocks are taken one by one."""
     monkeypatch.setattr("jaxinfer.kernels.selection.retrieve._SCORE_BYTES", budget)
     monkeypatch.setattr("jaxinfer.kernels.selection.retrieve.device", lambda: TWO_PROCESSORS)
-    sizes = {"scale": SCALE, "block": 64, "group": 16, "head_groups": 2, "probes": 2, "voters": 4, "candidates": 4}
+    sizes = {"scale": SCALE, "block": 64, "group": 16, "probes": 2, "candidates": 4}
     operands = case(2, 4, 4, 64, 12, 64)
     run = functools.partial(retrieve, **sizes)
     wanted = jax.jit(functools.partial(run, implementation="reference"))(*operands)
@@ -123,18 +123,18 @@ def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "index_dim", "sizes"),
+    ("tokens", "heads", "dim", "index_dim", "voting", "candidates"),
     [
-        (2**16, 128, 576, 64, {}),
-        (2**19, 128, 576, 64, {}),
-        (2**20, 128, 576, 64, {}),
-        (2**19, 128, 576, 128, {"voters": 64, "head_groups": 8, "candidates": 128}),
-        (2**17, 4, 320, 64, {"voters": 4}),
+        (2**16, 128, 576, 64, (4, 8), 64),
+        (2**19, 128, 576, 64, (4, 8), 64),
+        (2**20, 128, 576, 64, (4, 8), 64),
+        (2**19, 128, 576, 128, (8, 8), 128),
+        (2**17, 4, 320, 64, (4, 1), 64),
     ],
 )
-def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, sizes: dict):
+def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, voting: tuple, candidates: int):
     shape = jax.ShapeDtypeStruct
-    sizes = {"block": 128, "group": 4, "head_groups": 4, "probes": 4, "candidates": 64, "voters": 32} | sizes
+    sizes = {"block": 128, "group": 4, "probes": 4, "candidates": candidates}
     lowered = lower_for_cuda(
         functools.partial(retrieve, scale=SCALE, implementation="mosaic", **sizes),
         shape((256, 32, heads, dim), jnp.bfloat16),
@@ -146,12 +146,13 @@ def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, size
         shape((tokens // 4, index_dim), jnp.bfloat16),
         shape((dim, index_dim), jnp.bfloat16),
         shape((tokens,), jnp.bool_),
+        shape(voting, jnp.int32),
     )
     assert "block_scores" in lowered and "block_masses" in lowered
 
 
 def test_operands_that_do_not_fit_are_refused():
-    sizes = {"scale": SCALE, "block": 64, "group": 16, "head_groups": 2, "probes": 2, "voters": 4, "candidates": 4}
+    sizes = {"scale": SCALE, "block": 64, "group": 16, "probes": 2, "candidates": 4}
     q, *rest = case(2, 4, 4, 64, 12, 64)
     with pytest.raises(ValueError, match="queries are float32"):
         retrieve(q.astype(jnp.float32), *rest, **sizes, implementation="mosaic")

@@ -233,10 +233,10 @@ def test_lists():
 
 
 def test_voting_heads():
-    assert voting_heads(8, 2, 4) == [0, 2, 4, 6]
-    assert voting_heads(4, 4, 32) == [0, 1, 2, 3]
-    assert voting_heads(6, 1, 4) == [0, 1, 3, 4]
-    assert voting_heads(128, 4, 32) == list(range(0, 128, 4))
+    assert voting_heads(8, 2, 4).tolist() == [[0, 2], [4, 6]]
+    assert voting_heads(4, 4, 32).tolist() == [[0], [1], [2], [3]]
+    assert voting_heads(6, 1, 4).tolist() == [[0, 1, 3, 4]]
+    assert voting_heads(128, 4, 32).tolist() == np.arange(0, 128, 4).reshape(4, 8).tolist()
 
 
 @pytest.mark.parametrize("budget", [2**28, 1])
@@ -254,23 +254,22 @@ def test_retrieve_puts_the_parts_together(budget: int, monkeypatch: pytest.Monke
     end = np.array([1, 3, 6, 9, 12], np.int32)
     key_projection, projection = (jnp.asarray(rng.normal(size=(dim, 4)), jnp.float32) for _ in range(2))
     index = group_index(jnp.asarray(context), key_projection, group)
+    voting = np.array([[0, 2], [3, 5]], np.int32)
     found = retrieve(
         *map(jnp.asarray, (q, valid, lse, np.ones(n, np.int32), end, context)),
         index,
         projection,
         jnp.asarray(free),
+        jnp.asarray(voting),
         scale=0.6,
         block=block,
         group=group,
-        head_groups=2,
         probes=2,
-        voters=4,
         candidates=4,
     )
-    voting = voting_heads(heads, 2, 4)
     for i in range(n):
         for g in range(2):
-            of = voting[2 * g : 2 * g + 2]
+            of = voting[g]
             rows = slow.probe_rows(int(valid[i].sum()), 2)
             picked, local = q[i][rows][:, of].astype(np.float64), lse[i][rows][:, of]
             speaking = picked @ np.asarray(projection, np.float64)
