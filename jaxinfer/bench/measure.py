@@ -17,13 +17,14 @@ from jaxinfer.bench.attention import Decode, Prefill
 from jaxinfer.bench.operation import Case, Operation, sets_of
 from jaxinfer.bench.products import Gemm, GroupedGemm
 from jaxinfer.bench.quantization import Quantize
+from jaxinfer.bench.router import Router
 from jaxinfer.bench.selection import Selection
 from jaxinfer.bench.sparse import Blocks
 from jaxinfer.bench.timing import alone, measure
 from jaxinfer.kernels.dispatch import Implementation
 
 OPERATIONS: dict[str, Operation] = {
-    op.name: op for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode(), Blocks(), Selection())
+    op.name: op for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode(), Blocks(), Selection(), Router())
 }
 
 

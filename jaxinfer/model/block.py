@@ -5,7 +5,6 @@ from flax import nnx
 
 from jaxinfer.cache import Cache
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.attention import Attention, Rotations
 from jaxinfer.model.batch import DecodeBatch, PrefillBatch
 from jaxinfer.model.linear import normalised
@@ -62,7 +61,5 @@ class Block(nnx.Module):
             if self.kind == "dense":
                 out = self.mlp(h, plan)
             else:
-                # The router sees the stream before it is rounded.
-                stream = rms_norm(x, self.mlp_norm, self.eps)
-                out = self.moe(stream, h, batch.positions >= 0, layer - self.first_layer, plan)
+                out = self.moe(x, self.mlp_norm, h, batch.positions >= 0, layer - self.first_layer, plan)
             return x + out, cache

@@ -10,6 +10,7 @@ from jax import lax
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.moe import moe_experts
 from jaxinfer.kernels.quantized import Activation
+from jaxinfer.kernels.router import router_logits
 from jaxinfer.model.linear import linear, swiglu
 from jaxinfer.model.params import weight
 from jaxinfer.model.precision import Precision
@@ -58,20 +59,24 @@ class MoE(nnx.Module):
         if config.num_shared_experts:
             self.shared = MLP(d, config.num_shared_experts * config.moe_intermediate_size, precision)
 
-    def __call__(self, x: jax.Array, rows: Activation, occupied: jax.Array, layer: jax.Array, plan: Plan) -> jax.Array:
-        """Float32 `x [T, d]`, which the router sees, and the same as the experts see it, `rows`, to float32 `[T, d]`.
+    def __call__(
+        self, x: jax.Array, norm: jax.Array, rows: Activation, occupied: jax.Array, layer: jax.Array, plan: Plan
+    ) -> jax.Array:
+        """The stream, float32 `x [T, d]`, and the same behind its `norm [d]`, as the experts see it: `rows`.
 
-        Rows that are not `occupied` (bool `[T]`) hold no token and reach no expert.  `layer` counts the
-        mixture-of-experts layers.
+        The router sees what is behind the norm before it is rounded.  The result is float32 `[T, d]`.  Rows that are
+        not `occupied` (bool `[T]`) hold no token and reach no expert.  `layer` counts the mixture-of-experts layers.
         """
-        experts, weights = self.route(x)
+        experts, weights = self.route(x, norm)
         experts = jnp.where(occupied[:, None], experts, self.config.num_experts)
         out = self._routed(rows, experts, weights, layer, plan)
         return out + self.shared(rows, plan) if self.config.num_shared_experts else out
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The experts of each token of float32 `x [T, d]`: int32 `[T, k]`, and their weights, float32 `[T, k]`."""
-        logits = jnp.einsum("td,ed->te", x, self.router, precision=lax.Precision.HIGHEST)
+    def route(self, x: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token of float32 `x [T, d]` behind its norm: int32 `[T, k]`, float32 weights `[T, k]`."""
+        # A model in float32 is what the others are compared with: every product of it is one in float32.
+        implementation = "reference" if self.dtype == jnp.float32 else None
+        logits = router_logits(x, self.router, norm, self.config.rms_norm_eps, implementation=implementation)
         bias = self.router_bias if self.config.router == "sigmoid_noaux_tc" else None
         return select_experts(logits, bias, self.config)
 

@@ -28,6 +28,8 @@ STEP = 32
 _WARPGROUPS, _CLUSTER = 2, 2
 TOGETHER = ROWS * _WARPGROUPS * _CLUSTER
 """Rows of a cluster."""
+_FEWEST = 256
+"""Rows for which a product in float32 takes what splitting the weight and adding up parts of K do: an estimate."""
 _STAGES = 4
 _MOST_COLUMNS = 256
 """Of a tile: half as many accumulators, and as many sums, lie in the registers of a warpgroup."""
@@ -76,8 +78,8 @@ def reason_against(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array | jax.Shape
     """Why the kernel cannot take operands like these, None if it can."""
     if x.dtype != jnp.float32 or w.dtype != jnp.float32:
         return f"x is {x.dtype} and w {w.dtype}, not float32"
-    if x.shape[0] == 0:
-        return "there are no rows"
+    if x.shape[0] < _FEWEST:
+        return f"{x.shape[0]} rows are fewer than {_FEWEST}: splitting the weight takes as long as the product"
     if x.shape[1] % STEP:
         return f"rows of {x.shape[1]} numbers are no multiple of {STEP}"
     return None
@@ -100,15 +102,23 @@ def _cut(rows: int, dim: int, experts: int, multiprocessors: int) -> _Shape:
     return _Shape(rows=rows, dim=dim, tiles=tiles, half=half, parts=parts)
 
 
+def _powers(largest):
+    """For each largest magnitude the power of two that makes it less than 2^15, and its inverse."""
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & _EXPONENT
+    # Both are normal numbers; tiny rows stay tiny.
+    inverse = jnp.maximum(bits, (_LARGEST + 1) << 23) - (_LARGEST << 23)
+    return tuple(lax.bitcast_convert_type(found, jnp.float32) for found in ((2 * 127 << 23) - inverse, inverse))
+
+
 def _split_weight(w: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
     """Float16 `[2, columns, d]`, high and low parts of rows over powers of two, and those powers `[E]`."""
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(w), axis=1))
-    exponent = exponent - _LARGEST
-    w = jnp.ldexp(w, -exponent[:, None])
+    power, inverse = _powers(jnp.max(jnp.abs(w), axis=1))
+    w = jnp.pad(w * power[:, None], ((0, columns - w.shape[0]), (0, 0)))
     # Rounded in float32: XLA may leave out a cast to float16 and back.
     high = lax.reduce_precision(w, 5, 10)
-    parts = jnp.stack((high, w - high)).astype(jnp.float16)
-    return jnp.pad(parts, ((0, 0), (0, columns - w.shape[0]), (0, 0))), jnp.ldexp(jnp.float32(1), exponent)
+    # One kernel that writes both, where `stack` would be two.
+    is_low = lax.broadcasted_iota(jnp.int32, (2, *w.shape), 0) == 1
+    return jnp.where(is_low, w - high, high).astype(jnp.float16), inverse
 
 
 def router_logits(x: jax.Array, w: jax.Array, norm: jax.Array, eps: float, *, multiprocessors: int) -> jax.Array:
@@ -207,14 +217,6 @@ def _copy(shape, operands, scratch):
 
     # A barrier may not be given up before its last phase has been seen.
     pl.loop(jnp.maximum(count - _STAGES, 0), count)(await_free)
-
-
-def _powers(largest):
-    """For each largest magnitude the power of two that makes it less than 2^15, and its inverse."""
-    bits = lax.bitcast_convert_type(largest, jnp.int32) & _EXPONENT
-    # Both are normal numbers; tiny rows stay tiny.
-    inverse = jnp.maximum(bits, (_LARGEST + 1) << 23) - (_LARGEST << 23)
-    return tuple(lax.bitcast_convert_type(found, jnp.float32) for found in ((2 * 127 << 23) - inverse, inverse))
 
 
 def _add(shape, sums, squares, scratch, warpgroup):

@@ -35,13 +35,14 @@ TINY = {
     "mla_decode": (3, 4, 100),
     "mla_sparse": (64, 1024, 8, 3),
     "selection": (64, 16384, 4),
+    "router": (8, 24, 128),
 }
 CASES = [case for name, shape in TINY.items() for case in OPERATIONS[name].cases(shape)]
 
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2
+    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:
@@ -57,7 +58,7 @@ def test_shapes_take_the_place_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("ops", "shapes", "words"),
     [
-        (["gem"], [], "mla_decode, mla_sparse, selection, got gem"),
+        (["gem"], [], "mla_decode, mla_sparse, selection, router, got gem"),
         ([], [], "expected some of"),
         (["gemm"], ["quantize:8x256"], "expected op:sizes with an op of --ops, gemm"),
         (["gemm"], ["gemm:8xNx128"], "expected gemm:MxNxK in numbers"),
@@ -114,6 +115,11 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
             # 4 probes of 4 heads; groups of the blocks before the windows; 64 candidates of 128 keys.
             2 * 576 * 16 * ((95 + 95) * 4 + 2 * 64 * 128),
             2 * 576 * (16384 + 512 + 2 * 16) + 8 * 2 * 4 * 64,
+        ),
+        (
+            Case("router", "split", (8, 24, 128)),
+            2 * 8 * 24 * 128,
+            4 * (8 * 128 + 24 * 128 + 8 * 24) + 2 * 128,
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",

@@ -113,7 +113,8 @@ def check_layer(name: str, kind: str) -> dict:
     moe.EXCHANGE_TOKENS = tokens
     plan = Plan.prefill(Rules(MeshShape()))
     router = jax.random.normal(jax.random.key(2), (config.num_experts, config.hidden_size)) / 85
-    router = SimpleNamespace(router=router, router_bias=jnp.zeros(config.num_experts), config=config)
+    bias, norm = jnp.zeros(config.num_experts), jnp.ones(config.hidden_size)
+    router = SimpleNamespace(router=router, router_bias=bias, config=config, dtype=precision.dtype)
 
     def routed(weights, rows, experts, factors):
         return use(layer, weights, plan)._routed(rows, experts, factors, 0, plan)
@@ -122,7 +123,7 @@ def check_layer(name: str, kind: str) -> dict:
         """The rank's part of a layer, without the exchange: its own tokens are quantised, all tokens have been."""
         module, mine = use(layer, weights, plan), quantize_for(weights["shared"]["gate_up"], x[:own])
         # The router's work is done, its choice is not taken.
-        chosen, its_weights = moe.MoE.route(router, x[:own])
+        chosen, its_weights = moe.MoE.route(router, x[:own], norm)
         factors = factors.at[:own].add(0 * its_weights + 0 * chosen)
         return module._routed(rows if own < tokens else mine, experts, factors, 0, plan), module.shared(mine, plan)
 

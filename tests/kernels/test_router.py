@@ -34,7 +34,7 @@ CASES = {
     # rows, experts, numbers of a row, multiprocessors
     "rows that fill no thread block": (37, 64, 256, 2),
     "experts that fill no tile, K in parts of which the last is shorter": (5, 24, 224, 6),
-    "several items of a cluster": (300, 16, 64, 2),
+    "several clusters": (300, 16, 64, 2),
     "two tiles of columns": (3, 272, 64, 2),
 }
 
@@ -47,8 +47,9 @@ def test_kernel_against_float64(name: str, capsys: pytest.CaptureFixture, monkey
         logits = jax.block_until_ready(_run(*operands, eps=EPS, multiprocessors=multiprocessors))
     assert logits.shape == (rows, experts) and logits.dtype == jnp.float32
     wanted = expected(*operands)
-    assert error(logits, wanted) < 3e-7
-    assert error(router_logits(*operands, EPS, implementation="reference"), wanted) < 3e-7
+    # The rounding of a few float32 sums; products of bfloat16 in place of float16 would be 4e-6 away.
+    assert error(logits, wanted) < 2e-7
+    assert error(router_logits(*operands, EPS, implementation="reference"), wanted) < 5e-7
 
 
 def test_parts_of_a_row_differ_in_size(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
@@ -69,7 +70,7 @@ def test_parts_of_a_row_differ_in_size(capsys: pytest.CaptureFixture, monkeypatc
 
 def test_how_the_work_is_cut():
     """Parts of K where rows are few, all of them with steps."""
-    for rows, parts in {1: 56, 64: 56, 1024: 16, 8192: 2, 65536: 1}.items():
+    for rows, parts in {1: 56, 256: 56, 1024: 16, 8192: 2, 65536: 1}.items():
         shape = mosaic._cut(rows, 7168, 256, 132)
         assert (shape.parts, shape.half, shape.tiles) == (parts, 128, 1)
         assert (shape.parts - 1) * shape.part < shape.steps <= shape.parts * shape.part
@@ -79,7 +80,7 @@ def test_how_the_work_is_cut():
 
 @pytest.mark.parametrize(
     ("rows", "experts", "dim"),
-    [(1, 256, 7168), (64, 384, 7168), (8192, 256, 7168), (65536, 384, 7168), (8192, 64, 2048), (4096, 256, 4096)],
+    [(300, 256, 7168), (512, 384, 7168), (8192, 256, 7168), (65536, 384, 7168), (8192, 64, 2048), (4096, 24, 4096)],
 )
 def test_the_real_shapes_lower(rows: int, experts: int, dim: int):
     shape = jax.ShapeDtypeStruct
@@ -93,11 +94,11 @@ def test_the_real_shapes_lower(rows: int, experts: int, dim: int):
 
 
 def test_operands_that_do_not_fit_are_refused():
-    x, w, norm = case(4, 16, 64)
+    x, w, norm = case(256, 16, 64)
     run = functools.partial(router_logits, eps=EPS, implementation="mosaic")
     with pytest.raises(ValueError, match="x is bfloat16 and w float32, not float32"):
         run(x.astype(jnp.bfloat16), w, norm)
-    with pytest.raises(ValueError, match="there are no rows"):
-        run(x[:0], w, norm)
+    with pytest.raises(ValueError, match="255 rows are fewer than 256"):
+        run(x[:255], w, norm)
     with pytest.raises(ValueError, match="rows of 48 numbers are no multiple of 32"):
         run(x[:, :48], w[:, :48], norm[:48])

@@ -1,13 +1,19 @@
 """Expert selection against loops over tokens, with the traps of each router."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxinfer.configs.presets import preset
-from jaxinfer.model.moe import select_experts
+from jaxinfer.kernels import dispatch
+from jaxinfer.kernels.norm import rms_norm
+from jaxinfer.model.moe import MoE, select_experts
+from tests.kernels.products import lower_for_cuda
 
 BASE = dataclasses.replace(
     preset("tiny-random"),
@@ -65,3 +71,22 @@ def test_groups_with_negative_biases_are_masked_not_zeroed():
     np.testing.assert_array_equal(experts, [[0, 1, 2]])
     # The bias selects but never weighs: three equal scores share the scaling factor.
     np.testing.assert_allclose(weights, np.full((1, 3), 2.5 / 3), rtol=1e-6)
+
+
+def test_a_float32_model_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch):
+    """Also where there is a Hopper GPU, on which the other models take the kernel."""
+    monkeypatch.setattr(dispatch, "_no_hopper", lambda: None)
+    config = dataclasses.replace(BASE, router="softmax_greedy", hidden_size=64)
+    rng = np.random.default_rng(0)
+    x, norm, router = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((256, 64), 64, (12, 64)))
+
+    def route(dtype, x, norm):
+        return MoE.route(SimpleNamespace(config=config, dtype=jnp.dtype(dtype), router=router), x, norm)  # pyright: ignore[reportArgumentType]
+
+    logits = jnp.einsum("td,ed->te", rms_norm(x, norm, config.rms_norm_eps), router, precision=lax.Precision.HIGHEST)
+    for got, wanted in zip(route(jnp.float32, x, norm), select_experts(logits, None, config), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(norm.shape, norm.dtype)
+    for dtype, name in ((jnp.float32, "HIGHEST"), (jnp.bfloat16, "router_logits")):
+        lowered = lower_for_cuda(lambda x, norm, dtype=dtype: route(dtype, x, norm), *shapes)
+        assert name in lowered and ("mosaic_gpu" in lowered) == (dtype == jnp.bfloat16)
