@@ -42,7 +42,7 @@ CASES = [case for name, shape in TINY.items() for case in OPERATIONS[name].cases
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2
+    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 2 * 3 + 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:
@@ -112,7 +112,7 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
         ),
         (
             Case("selection", "bf16", (64, 16384, 4)),
-            # 4 probes of 4 heads; 64 numbers for the groups of the blocks before the windows; 64 candidates of 128 keys.
+            # 4 probes of 4 heads; 64 numbers for each group before the windows; 64 candidates of 128 keys.
             2 * 16 * (64 * (95 + 95) * 32 + 576 * 2 * 64 * 128),
             2 * 576 * (16384 + 2 * 16) + 2 * 64 * 4096 + 8 * 2 * 4 * 64,
         ),

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
-from jaxinfer.bench.products import prepare
+from jaxinfer.bench.operation import Case
+from jaxinfer.bench.products import GroupedGemm, prepare
 
 E4M3 = jnp.float8_e4m3fn
 ROTATED = 4
@@ -65,16 +66,12 @@ def random_bits(form: str, *shape: int) -> jax.Array:
 
 
 def random_operands(form: str, groups: int | None, m: int, n: int, k: int) -> list[tuple]:
-    """Several sets of operands for timing; a weight that fills the L2 is shared by all.
-
-    Sizes of groups are multiples of 128, as DeepGEMM's are, where the groups have as many rows.
-    """
+    """Several sets of operands for timing; a weight that fills the L2 is shared by all."""
     _, w, *scales = shapes_of(form, m, n, k, groups)
     rng = np.random.default_rng(0)
     sizes = ()
     if groups is not None:
-        unit = 128 if m // groups >= 128 else 1
-        sizes = (jnp.asarray(unit * rng.multinomial(m // unit, rng.dirichlet(np.full(groups, 50.0))), jnp.int32),)
+        sizes = (jnp.asarray(GroupedGemm().group_sizes(Case("grouped_gemm", form, (groups, m, n, k)))),)
     weight, found = None, []
     for _ in range(ROTATED):
         if weight is None or weight.nbytes < L2_BYTES:
