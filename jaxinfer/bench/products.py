@@ -41,8 +41,9 @@ _GROUPED: dict[tuple[int, ...], Published] = {
     (32, 8192, 4096, 7168): Published(name="DeepGEMM", tflops=963),
     (32, 1024, 4096, 7168): Published(name="DeepGEMM", terabytes=3.89),
 }
-_LAYER = (256, 65536, 4096, 7168), (256, 65536, 7168, 2048)
-"""The experts of a layer of DeepSeek-V3 and 8,192 tokens: groups of about 256 rows that begin anywhere."""
+_LAYER = (256, 65536, 4096, 7168), (256, 65536, 7168, 2048), (32, 8192, 7168, 2048)
+"""The experts of a layer of DeepSeek-V3 and 8,192 tokens, and those of one rank of eight: groups of about 256 rows that
+begin anywhere."""
 
 
 def prepare(form: str, x: jax.Array, w: jax.Array) -> tuple:
