@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxinfer.configs.layers import layer_range
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -218,7 +220,7 @@ def parse_policy(text: str) -> Policy:
         if not dot and not left[:1].isdigit():
             own[left] = _value(left, value)
             continue
-        span = _span(place or left)
+        span = layer_range(place or left)
         if not dot:
             if value != "dense":
                 raise ValueError(f"expected {left}=dense or {left}.field=value, got {change!r}")
@@ -231,14 +233,6 @@ def parse_policy(text: str) -> Policy:
     policy = replace(base, **own)
     entries = tuple((*span, Dense() if of is None else replace(policy, **of)) for span, of in layers.items())
     return replace(policy, layers=entries)
-
-
-def _span(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    last = last or first
-    if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
-        raise ValueError(f"expected layers such as 3 or 0-3, got {text!r}")
-    return int(first), int(last) + 1
 
 
 def _value(field: str, text: str) -> Any:

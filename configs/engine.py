@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.configs.attention import Dense, Hybrid, parse_policy
-from jaxinfer.configs.kv_format import FORMATS
+from jaxinfer.configs.kv_format import LayerFormats, parse_formats
 
 ATTENTION_DTYPES = ("auto", "bf16", "fp8")
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
-KV_FORMATS = ("auto", *FORMATS)
 WEIGHTS = ("auto", "random")
 DEFAULT_MODEL = "jaxinfer-12m"
 
@@ -34,10 +33,10 @@ class EngineOptions:
     unquantized_first_ffn: bool = False
     """With fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised."""
     kv: str = "auto"
-    """Format of the latent cache: auto is fp32 where precision is, else bf16.
+    """Format of the latent cache, and of layers that have another (`configs.kv_format.parse_formats`).
 
-    int8 holds a latent in 8 bits with one scale, fp8_e4m3 and fp8_e5m2 with a scale for 128 numbers; the rotated key
-    stays bfloat16.  Decode with int8 rounds its queries to 8 bits as well.
+    auto is fp32 where precision is, else bf16.  int8 holds a latent in 8 bits with one scale, fp8_e4m3 and fp8_e5m2
+    with a scale for 128 numbers; the rotated key stays bfloat16.  Decode with int8 rounds its queries to 8 bits, too.
     """
     attention_dtype: str = "auto"
     """Type of the products of dense attention in prefill: auto is bf16, which stands for the type of precision.
@@ -71,13 +70,12 @@ class EngineOptions:
     def __post_init__(self):
         for name, choices in (
             ("precision", PRECISIONS),
-            ("kv", KV_FORMATS),
             ("attention_dtype", ATTENTION_DTYPES),
             ("weights", WEIGHTS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        _ = self.policy  # raises if there is no such policy
+        _ = self.policy, self.formats  # raise if there is no such policy or format
         for name in ("max_context", "chunk_size", "page_size", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,3 +89,8 @@ class EngineOptions:
         if not isinstance(self.attention, str):
             return self.attention
         return None if self.attention == "auto" else parse_policy(self.attention)
+
+    @property
+    def formats(self) -> LayerFormats:
+        """What `kv` says.  Raises ValueError for what are no formats."""
+        return parse_formats(self.kv)

@@ -1,6 +1,9 @@
-"""Formats of the latent cache: what a token takes in it, for one layer."""
+"""Formats of the latent cache: what a token takes in it, for one layer, and which layer has which."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from jaxinfer.configs.layers import layer_range
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -47,3 +50,52 @@ FORMATS = {
 
 FLOAT_FORMATS = {kind.dtype: kind for kind in FORMATS.values() if not kind.quantized}
 """By the type of what they hold."""
+
+KV_FORMATS = ("auto", *FORMATS)
+
+KV_FORMS = f"{', '.join(KV_FORMATS)}, and after a comma layers that have another: int8,0-1=bf16,20=fp8_e4m3"
+
+
+def distinct(formats: Iterable[KVFormat]) -> tuple[KVFormat, ...]:
+    """The formats without repetition, in the order in which they come: that of the arrays that hold them."""
+    return tuple(dict.fromkeys(formats))
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Formats by layer; None stands for auto."""
+
+    default: KVFormat | None
+    ranges: tuple[tuple[int, int, KVFormat | None], ...] = ()
+    """(first, end, format): layers `first .. end - 1` have a format of their own.  No layer is in two of them."""
+
+    def of_layers(self, layers: int, auto: KVFormat) -> tuple[KVFormat, ...]:
+        """The format of each layer of a model.  Raises ValueError if it does not have a layer that is named."""
+        kinds = [self.default] * layers
+        for first, end, kind in self.ranges:
+            if end > layers:
+                raise ValueError(f"expected layers of kv below {layers}, got {end - 1}")
+            kinds[first:end] = [kind] * (end - first)
+        return tuple(kind or auto for kind in kinds)
+
+
+def parse_formats(text: str) -> LayerFormats:
+    """Reads "int8", or "int8,0-1=bf16,20=fp8_e4m3": a format, and layers with another.
+
+    Raises ValueError for anything else, saying what was expected.
+    """
+    name, *parts = (part.strip() for part in text.split(","))
+    if name not in KV_FORMATS:
+        raise ValueError(f"expected kv to be one of {KV_FORMS}; got {text!r}")
+    ranges: list[tuple[int, int, KVFormat | None]] = []
+    for part in parts:
+        layers, equals, kind = (piece.strip() for piece in part.partition("="))
+        if not equals or kind not in KV_FORMATS:
+            raise ValueError(f"expected layers=format in kv, with a format of {', '.join(KV_FORMATS)}; got {part!r}")
+        first, end = layer_range(layers)
+        if any(first < other_end and other_first < end for other_first, other_end, _ in ranges):
+            raise ValueError(
+                f"expected each layer once in kv, got {part!r} beside others of the same layers in {text!r}"
+            )
+        ranges.append((first, end, FORMATS.get(kind)))
+    return LayerFormats(FORMATS.get(name), tuple(ranges))

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.cache import cache_spec
 from jaxinfer.configs.attention import DENSE, Dense, Hybrid, automatic_policy
 from jaxinfer.configs.engine import EngineOptions
-from jaxinfer.configs.kv_format import FLOAT_FORMATS, FORMATS, KVFormat
+from jaxinfer.configs.kv_format import FLOAT_FORMATS, KVFormat
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.profile import HeadProfile
 from jaxinfer.engine.anchors import Anchors, boundary_codes
@@ -64,12 +64,12 @@ def build_engine(
     _log_replicated(config, rules)
 
     precision = _precision(options, source, on_gpu)
-    kv = FORMATS[options.kv] if options.kv != "auto" else FLOAT_FORMATS[precision.dtype.name]
+    formats = options.formats.of_layers(config.num_layers, FLOAT_FORMATS[precision.dtype.name])
     layout = _layout(options, rules, on_gpu)
     policy = _policy(options, config, rules, layout, on_gpu)
     phase("loading")
     params = source.load(parameter_specs(config, rules, mesh, precision), progress)
-    capacity = _capacity(options, policy, config, precision, params, rules, mesh, layout, kv, on_gpu)
+    capacity = _capacity(options, policy, config, precision, params, rules, mesh, layout, formats, on_gpu)
 
     runner = Runner(
         config,
@@ -77,8 +77,9 @@ def build_engine(
         params,
         _tables(config, precision, params, policy, source.profile, capacity.max_context, mesh),
         policy,
+        formats,
         _anchors(policy, source),
-        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, kv, policy),
+        cache_spec(config, rules, mesh, capacity.pages_per_rank, capacity.layout.page_size, formats, policy),
         capacity,
         rules,
         mesh,
@@ -173,7 +174,7 @@ def _capacity(
     rules: Rules,
     mesh: Mesh,
     layout: Layout,
-    kv: KVFormat,
+    formats: Sequence[KVFormat],
     on_gpu: bool,
 ) -> Capacity:
     """What the engine can hold: sizes from the options, and as many pages as fit beside the weights."""
@@ -192,7 +193,7 @@ def _capacity(
         max_context=wanted,
         vocab_size=config.vocab_size,
     )
-    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, kv, policy))
+    page = jax.tree.leaves(cache_spec(config, rules, mesh, 1, page_size, formats, policy))
     page_bytes = sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in page)
     fit = pages_that_fit(
         config,

@@ -9,7 +9,8 @@ from absl import app, flags
 
 from jaxinfer.bundled import BUNDLED_NAMES
 from jaxinfer.configs.attention import POLICY_FORMS
-from jaxinfer.configs.engine import ATTENTION_DTYPES, DEFAULT_MODEL, KV_FORMATS, PRECISIONS, WEIGHTS, EngineOptions
+from jaxinfer.configs.engine import ATTENTION_DTYPES, DEFAULT_MODEL, PRECISIONS, WEIGHTS, EngineOptions
+from jaxinfer.configs.kv_format import KV_FORMS
 from jaxinfer.configs.presets import PRESET_NAMES
 
 
@@ -36,11 +37,11 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
     `EngineOptions` checks the values of these.
     """
 
-    def define_choice(name: str, choices: Collection[str], help_text: str) -> None:
+    def define_text(name: str, help_text: str) -> None:
         if name in lists:
-            flags.DEFINE_list(name, "auto", f"{help_text}. Any of {', '.join(choices)}, separated by commas")
+            flags.DEFINE_list(name, "auto", f'{help_text}. Several are separated by commas; quote one with commas (")')
         else:
-            flags.DEFINE_enum(name, "auto", choices, help_text)
+            flags.DEFINE_string(name, "auto", help_text)
 
     flags.DEFINE_string(
         "model",
@@ -70,11 +71,10 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         False,
         "with fp8 and int8: leave the first projection of each feed-forward (gate and up) unquantised",
     )
-    define_choice(
+    define_text(
         "kv",
-        KV_FORMATS,
         "format of the latent cache: auto is fp32 where --precision is, else bf16; int8 has a scale for each token and "
-        "layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16",
+        f"layer, fp8_e4m3 and fp8_e5m2 one for 128 numbers of it; rotated keys stay bfloat16. One of {KV_FORMS}",
     )
     flags.DEFINE_enum(
         "attention_dtype",
@@ -83,13 +83,7 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "type of the products of dense attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds "
         "queries, keys, values and weights to e4m3",
     )
-    attention = f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}"
-    if "attention" in lists:
-        flags.DEFINE_list(
-            "attention", "auto", f'{attention}. Several are separated by commas; quote one with commas (")'
-        )
-    else:
-        flags.DEFINE_string("attention", "auto", attention)
+    define_text("attention", f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}")
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
     )

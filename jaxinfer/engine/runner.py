@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.cache import Cache, allocate
 from jaxinfer.configs.attention import Dense, Hybrid
+from jaxinfer.configs.kv_format import KVFormat
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.engine.anchors import Anchors
 from jaxinfer.engine.batching import Batcher, Packed, logit_rules, needs_rules, sampling_rows
@@ -38,8 +39,9 @@ class Runner:
         tables: `{"cos", "sin"}`, float32 `[max_context, rope / 2]`, and for a hybrid policy `"index"`, the projections
             of all layers (see `model.index`), and `"voters"`, of each of the policies (see `model.voters`); replicated.
         policy: which positions its queries read.
+        formats: of the layers' caches, one for each.
         anchors: finds the anchors of a hybrid policy.
-        cache: shape, type and sharding of the cache's arrays, as `cache_spec` makes them for `policy`.
+        cache: shape, type and sharding of the cache's arrays, as `cache_spec` makes them for `formats` and `policy`.
         capacity: what the scheduler may ask for.
         tile_tokens: tokens of context on each rank that prefill attention reads at a time.
     """
@@ -51,6 +53,7 @@ class Runner:
         params: Tree,
         tables: Tree,
         policy: Dense | Hybrid,
+        formats: tuple[KVFormat, ...],
         anchors: Anchors | None,
         cache: Cache,
         capacity: Capacity,
@@ -64,7 +67,7 @@ class Runner:
         self._eos_ids = config.eos_token_ids
         self.rules, self.mesh = rules, mesh
         self._batcher = Batcher(capacity, tile_tokens, policy, anchors)
-        model = Transformer(config, precision, policy)
+        model = Transformer(config, precision, policy, formats)
         self._reads = ReadCounter(model.policies) if isinstance(policy, Hybrid) else None
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
         self.compilations = CompilationCounter()

@@ -124,17 +124,15 @@ def _shares(at: AtLayer) -> tuple[jax.Array, jax.Array]:
     mass, rows, policies = at.mass, at.rows, at.policies
     context = mass.shape[2]
 
-    def of_policy(policy):
+    def of_policy(policy, part):
         if not isinstance(policy, Hybrid):
             seen = jnp.arange(context) <= rows[:, None, None]
             whole = jnp.where(seen, SOURCES.index("window"), -1)
-            return jnp.broadcast_to(whole, mass.shape), jnp.zeros(mass.shape[:2])
+            return (jnp.broadcast_to(whole, mass.shape), jnp.zeros(mass.shape[:2])), part
         weights = at.attention.k_b, at.attention.v_b
-        kept = sparse.write_index(at.cache, at.layer, at.batch, policy)
         dense = jnp.zeros((*at.q.shape[:2], weights[1].shape[1])), jnp.full(at.q.shape[:2], -jnp.inf)
         voting, scale = at.batch.sparse.voters[policies.distinct.index(policy)], softmax_scale(at.attention.config)
-        where = at.layer, at.batch, at.layout, policy, voting, ()
-        selection = sparse.attend(at.q, *weights, dense, kept, *where, scale)[-1]
+        selection = sparse.attend(at.q, *weights, dense, part, at.batch, at.layout, policy, voting, (), scale)[-1]
         block = rows // policy.query_block
         shared = at.batch.sparse.shared[0, policy.sinks :]
         anchor = jnp.zeros(context, bool).at[shared].set(True, mode="drop")
@@ -145,8 +143,10 @@ def _shares(at: AtLayer) -> tuple[jax.Array, jax.Array]:
         far = jnp.where((found == 0) | (found > SOURCES.index("anchors")), mass, 0)
         far = far.reshape(len(rows), policy.head_groups, -1, context // policy.block, policy.block).sum(-1)
         _, best = lax.top_k(far.sum(2), min(lists[1].shape[-1], far.shape[-1]))
-        return found, jnp.take_along_axis(far, best[:, :, None], axis=3).sum(-1).reshape(mass.shape[:2])
+        best = jnp.take_along_axis(far, best[:, :, None], axis=3).sum(-1).reshape(mass.shape[:2])
+        return (found, best), part
 
-    source, best = policies.call(at.layer, of_policy)
+    cache = sparse.write_index(at.cache, at.layer, at.batch, policies)
+    (source, best), _ = policies.call(cache, at.layer, of_policy)
     shares = [jnp.sum(jnp.where(source == number, mass, 0), axis=-1) for number in range(len(SOURCES))]
     return jnp.stack(shares, axis=-1), best

@@ -143,8 +143,8 @@ def _prompt(runner: Runner, policy: Hybrid, ids: list[int], llm: LLM) -> tuple[P
     )
     batcher = Batcher(capacity, _TILE_TOKENS, policy, anchors)
     batch = batcher.prefill([[PrefillSegment(sequence=sequence, start=0, count=len(ids))]], tokens).batch
-    kind = FLOAT_FORMATS[runner.precision.dtype.name]
-    spec = cache_spec(runner.config, runner.rules, runner.mesh, tokens // size, size, kind, policy)
+    formats = [FLOAT_FORMATS[runner.precision.dtype.name]] * runner.config.num_layers
+    spec = cache_spec(runner.config, runner.rules, runner.mesh, tokens // size, size, formats, policy)
     return batch, allocate(spec), layout
 
 
@@ -152,13 +152,13 @@ def _look(module, x, cache, layer, batch, angles, layout, plan, policies, rows) 
     attention, config = module.attention, module.attention.config
     scale, nope = softmax_scale(config), config.qk_nope_head_dim
     hidden = normalised(attention.reader, x, module.attn_norm, module.eps, module.dtype)
-    q, cache = attention._project(hidden, cache, layer, batch, angles, plan)
+    q, cache = attention._project(hidden, cache, layer, batch, angles, plan, policies)
     q = apply_rope(q, *angles)
     absorbed = jnp.einsum("thn,hnc->thc", q[rows, :, :nope], attention.k_b, preferred_element_type=jnp.float32)
     absorbed = jnp.concatenate((absorbed.astype(q.dtype), q[rows, :, nope:]), axis=-1)
     pages = batch.tile_pages.shape[1]
     table, tiles = batch.sparse.pages[0], -(-batch.positions.shape[0] // (pages * layout.page_size))
-    context = in_order(cache.latents, layer, table, jnp.int32(tiles), batch.homes[0], layout, tile_pages=pages)
+    context = in_order(cache.latents[0], layer, table, jnp.int32(tiles), batch.homes[0], layout, tile_pages=pages)
     logits = jnp.einsum("thd,sd->ths", absorbed, context, preferred_element_type=jnp.float32) * scale
     seen = jnp.arange(context.shape[0]) <= rows[:, None, None]
     mass = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)

@@ -95,29 +95,26 @@ class Attention(nnx.Module):
 
         Writes the tokens' latents to the cache first: they lie on this rank.  Returns float32 `[T, d]` and the cache.
         """
-        q, cache = self._project(x, cache, layer, batch, rope, plan)
+        q, cache = self._project(x, cache, layer, batch, rope, plan, policies)
         q = apply_rope_to_queries(q, *rope)
+        cache = sparse.write_index(cache, layer, batch, policies)
         heads = plan.axes("heads", self.config.num_heads)
 
-        def attend(policy):
-            """The output, and what is kept beside the latents: these need not pass through a switch."""
+        def attend(policy, part):
             if isinstance(policy, Dense):
-                return self._read_all(q, cache, layer, batch, layout, batch.positions, batch.num_tiles)[0], cache[1:]
+                return self._read_all(q, part, batch, layout, batch.positions, batch.num_tiles)[0], part
             positions = jnp.where(sparse.reads_all(batch.positions, policy), batch.positions, -1)
-            dense = self._read_all(q, cache, layer, batch, layout, positions, batch.num_dense_tiles)
-            kept = sparse.write_index(cache, layer, batch, policy)
+            dense = self._read_all(q, part, batch, layout, positions, batch.num_dense_tiles)
             voters, scale = batch.sparse.voters[policies.distinct.index(policy)], softmax_scale(self.config)
-            weights = self.k_b, self.v_b
-            out, _, kept, _ = sparse.attend(
-                q, *weights, dense, kept, layer, batch, layout, policy, voters, heads, scale
+            out, _, part, _ = sparse.attend(
+                q, self.k_b, self.v_b, dense, part, batch, layout, policy, voters, heads, scale
             )
-            return out, kept[1:]
+            return out, part
 
-        out, beside = policies.call(layer, attend)
-        cache = Cache(cache.latents, *beside)
+        out, cache = policies.call(cache, layer, attend)
         return self._output(out, plan), cache
 
-    def _read_all(self, q, cache, layer, batch, layout, positions, num_tiles):
+    def _read_all(self, q, cache, batch, layout, positions, num_tiles):
         """Attention of the queries at `positions` (-1: none) to every earlier position.
 
         Every tile of cached latents goes once around the cp ring, and the partial results merge by log-sum-exp.
@@ -127,7 +124,7 @@ class Attention(nnx.Module):
 
         def tile(index, partial):
             segment, start = batch.tile_segment[index], batch.tile_start[index]
-            pages = take_pages(cache.latents, layer, batch.tile_pages[index])
+            pages = take_pages(cache.latents, cache.place, batch.tile_pages[index])
             block = jax.tree.map(lambda array: array.reshape(tile_tokens, -1), pages)
 
             def visit(partial, block, source):
@@ -158,7 +155,8 @@ class Attention(nnx.Module):
 
         Returns float32 `[B, d]` and the cache.
         """
-        q, cache = self._project(x, cache, layer, batch, rope, plan)
+        q, cache = self._project(x, cache, layer, batch, rope, plan, policies)
+        cache = sparse_decode.write_index(cache, layer, batch, policies)
         q_nope, q_rope = jnp.split(q, (self.config.qk_nope_head_dim,), axis=-1)
         q_rope = apply_rope(q_rope, *(part[:, None] for part in rope))
         # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
@@ -169,29 +167,27 @@ class Attention(nnx.Module):
         others = tuple(axis for axis in head_axes if axis != "cp")
         kinds = {"kv_rank": self.config.kv_lora_rank, "scale": softmax_scale(self.config)}
 
-        def read_all(policy):
+        def read_all(policy, part):
             lengths = _whole_lengths(batch, policy, layout)
             schedule = batch.schedules[policies.distinct.index(policy)]
-            where = layer, batch.page_table, lengths
-            out, lse = mla_decode(q[:, None], cache.latents, *where, **kinds, schedule=schedule)
+            where = part.place, batch.page_table, lengths
+            out, lse = mla_decode(q[:, None], part.latents, *where, **kinds, schedule=schedule)
             return out[:, 0], lse[:, 0]
 
-        def attend(policy):
-            dense = read_all(policy)
+        def attend(policy, part):
+            dense = read_all(policy, part)
             if isinstance(policy, Dense):
-                return *dense, cache[1:]
-            kept = sparse_decode.write_index(cache, layer, batch, policy)
-            *chosen, kept = sparse_decode.attend(q, kept, layer, batch, layout, policy, others, **kinds)
-            return *merge(*dense, *chosen), kept[1:]
+                return dense, part
+            *chosen, part = sparse_decode.attend(q, part, batch, layout, policy, others, **kinds)
+            return merge(*dense, *chosen), part
 
-        out, lse, beside = policies.call(layer, attend)
-        cache = Cache(cache.latents, *beside)
+        (out, lse), cache = policies.call(cache, layer, attend)
         attended = merge_over(out, lse, "cp", scatter_heads=heads_over_cp)
         # Else XLA may round the kernel's partial results as well, and take a slice of them after.
         attended = lax.optimization_barrier(attended.astype(self.dtype))
         return self._output(einsum("bhc,hvc->bhv", attended, self.v_b), plan), cache
 
-    def _project(self, x, cache, layer, batch, rope, plan):
+    def _project(self, x, cache, layer, batch, rope, plan, policies):
         """Queries `[T, H, nope + rope]` of this rank's heads, not rotated, and the cache with the tokens' latents."""
         config = self.config
         if config.q_lora_rank is None:
@@ -204,9 +200,11 @@ class Attention(nnx.Module):
         # XLA would make one product of the two that read x, and for that a copy of both weights.
         latents = self._latent(lax.optimization_barrier(x), self.kv_a, config.latent_dim, plan)
         norm = self.kv_a_norm, config.latent_norm_eps
-        place = layer, batch.write_page, batch.write_offset
-        written = cache_write(cache.latents, *place, latents, *norm, *rope)
-        return q, cache._replace(latents=written)
+
+        def put(held, place, page):
+            return cache_write(held, place, page, batch.write_offset, latents, *norm, *rope)
+
+        return q, policies.write(cache, layer, batch.write_page, put)
 
     def _latent(self, x, projection, size, plan):
         return all_gather(linear(x, projection, self.dtype), plan.axes(self.latent_axis, size), 1)

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
-from jaxinfer.cache import RECORDED, Cache
+from jaxinfer.cache import RECORDED, Cache, LayerCache
 from jaxinfer.configs.attention import Hybrid
 from jaxinfer.kernels.latents import expand
 from jaxinfer.kernels.mla_decode import mla_decode
@@ -21,6 +21,7 @@ from jaxinfer.kernels.selection.lists import join
 from jaxinfer.kernels.selection.retrieve import Retrieval, retrieve
 from jaxinfer.model.batch import PrefillBatch
 from jaxinfer.model.context import in_order
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.voters import Voters
 from jaxinfer.sharding.collectives import all_reduce, merge
 from jaxinfer.sharding.layout import Layout
@@ -85,25 +86,41 @@ def windows(positions: jax.Array, policy: Hybrid) -> jax.Array:
     )
 
 
-def write_index(cache: Cache, layer: jax.Array, batch: PrefillBatch, policy: Hybrid) -> Cache:
+def write_index(cache: Cache, layer: jax.Array, batch: PrefillBatch, policies: Policies) -> Cache:
     """Writes the index of the groups that the chunk's tokens complete; their latents are in the cache."""
-    tokens, group = batch.positions.shape[0], policy.group
+    if policies.hybrid is None:
+        return cache
+    tokens, group = batch.positions.shape[0], policies.hybrid.group
     ends = (batch.positions >= 0) & (batch.positions % group == group - 1)
     # A step begins at a whole stripe, so that a group ends in the step that begins it.
     (rows,) = jnp.nonzero(ends, size=tokens // group, fill_value=tokens)
     page = batch.write_page.at[rows].get(mode="fill", fill_value=cache.index.shape[1])
     last = batch.write_offset.at[rows].get(mode="clip")
-    return put_index(cache, layer, page, last // group, batch.sparse.index.keys[layer], group)
+    return put_index(cache, layer, page, last // group, batch.sparse.index.keys[layer], group, policies)
 
 
 def put_index(
-    cache: Cache, layer: jax.Array, page: jax.Array, number: jax.Array, projection: jax.Array, group: int
+    cache: Cache,
+    layer: jax.Array,
+    page: jax.Array,
+    number: jax.Array,
+    projection: jax.Array,
+    group: int,
+    policies: Policies,
 ) -> Cache:
-    """Writes the index of groups, int32 `[n]` each: their pages (out of range: none) and numbers in these."""
+    """Writes the index of groups, int32 `[n]` each: their pages (out of range: none) and numbers in these.
+
+    Nothing is written in layers whose policy is dense.
+    """
     rows = page[:, None], number[:, None] * group + jnp.arange(group)
-    latents = jax.tree.map(lambda array: array.at[layer, *rows].get(mode="clip"), cache.latents)
-    rows = group_index(expand(latents, cache.index.dtype), projection, group)[:, 0]
-    return cache._replace(index=cache.index.at[layer, page, number].set(rows, mode="drop"))
+    page = policies.if_hybrid(layer, page, cache.index.shape[1])
+
+    def take(latents, place):
+        taken = jax.tree.map(lambda array: array.at[place, *rows].get(mode="clip"), latents)
+        return expand(taken, cache.index.dtype)
+
+    found = group_index(policies.read(cache, layer, take), projection, group)[:, 0]
+    return cache._replace(index=cache.index.at[layer, page, number].set(found, mode="drop"))
 
 
 def attend(
@@ -111,15 +128,14 @@ def attend(
     k_b: jax.Array,
     v_b: jax.Array,
     dense: tuple[jax.Array, jax.Array],
-    cache: Cache,
-    layer: jax.Array,
+    cache: LayerCache,
     batch: PrefillBatch,
     layout: Layout,
     policy: Hybrid,
     voters: Voters,
     head_axes: tuple[str, ...],
     scale: float,
-) -> tuple[jax.Array, jax.Array, Cache, Selection]:
+) -> tuple[jax.Array, jax.Array, LayerCache, Selection]:
     """Attends the chunk's queries that do not read all, to what they select, one sequence after another.
 
     Args:
@@ -136,7 +152,7 @@ def attend(
     tokens = q.shape[0]
     queries = _queries(q, k_b, batch, cache.records.shape[1], policy)
     nothing = jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*queries.start.shape, RECORDED, 2))
-    records = cache.records.at[layer, queries.page, queries.slot].set(nothing, mode="drop")
+    records = cache.records.at[cache.row, queries.page, queries.slot].set(nothing, mode="drop")
 
     def of_segment(index, state):
         out, lse, records, chosen, captured = state
@@ -144,29 +160,29 @@ def attend(
         mine = (batch.segments == segment) & (segment >= 0) & ~reads_all(batch.positions, policy)
         my_blocks = (queries.segments == segment) & (segment >= 0) & ~reads_all(queries.start, policy)
 
-        def gathered(array, unit=1):
+        def gathered(array, layer, unit=1):
             pages, tiles, home = batch.sparse.pages[index], batch.sparse.tiles[index], batch.homes[segment]
             tile_pages = batch.tile_pages.shape[1]
             return in_order(array, layer, pages, tiles, home, layout, tile_pages=tile_pages, unit=unit)
 
-        latents = expand(jax.tree.map(gathered, cache.latents), q.dtype)
+        latents = expand(jax.tree.map(lambda array: gathered(array, cache.place), cache.latents), q.dtype)
         shared = batch.sparse.shared[index]
         free = jnp.ones(latents.shape[0], bool).at[shared].set(False, mode="drop")
-        context = Context(latents, gathered(cache.index, policy.group), shared, free)
+        context = Context(latents, gathered(cache.index, cache.layer, policy.group), shared, free)
         near = _attend_near(q, k_b, v_b, context, jnp.where(mine, batch.positions, -1), layout, policy, scale)
 
         first, end = eligible_blocks(windows(queries.start, policy), sinks=policy.sinks, block=policy.block)
         first, end = jnp.full_like(end, first), jnp.where(my_blocks, end, 0)
-        projection = batch.sparse.index.queries[layer]
+        projection = batch.sparse.index.queries[cache.layer]
         found = _retrieve(queries, context, projection, voting, near[1][queries.rows], first, end, policy, scale)
         found = Retrieval(jnp.where(far[:, None], found.candidates, -1), jnp.where(far[:, None], found.masses, 0.0))
         num_blocks = latents.shape[0] // policy.block
         masses = jax.vmap(lambda masses, blocks: amounts(masses, blocks, num_blocks))(found.masses, found.candidates)
         found_now = jax.vmap(lambda masses: record(masses, RECORDED))(all_reduce(masses, head_axes))
         page = jnp.where(my_blocks, queries.page, records.shape[1])
-        records = records.at[layer, page, queries.slot].set(found_now, mode="drop")
+        records = records.at[cache.row, page, queries.slot].set(found_now, mode="drop")
 
-        hot = _hot(gathered(records, policy.query_block), queries.start, first, end, num_blocks, policy)
+        hot = _hot(gathered(records, cache.row, policy.query_block), queries.start, first, end, num_blocks, policy)
         selection = _choose(found.masses, found.candidates, hot, far, policy)
         distant = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
         chosen = jax.tree.map(lambda new, old: jnp.where(_over(my_blocks, new), new, old), selection, chosen)
@@ -175,7 +191,7 @@ def attend(
         return *merge(out, lse, *read), records, chosen, captured
 
     n, ranks = queries.start.shape[0], lax.axis_size(head_axes) if head_axes else 1
-    voting, far = _of_rank(voters, layer, ranks, head_axes, q.shape[1])
+    voting, far = _of_rank(voters, cache.layer, ranks, head_axes, q.shape[1])
     state = (
         *dense,
         records,
@@ -189,7 +205,7 @@ def attend(
     hot, listed = jnp.sum(chosen.hot >= 0, axis=1), jnp.mean(jnp.sum(chosen.blocks >= 0, axis=2), axis=1)
     read = jnp.stack((hot, listed - hot)) @ jnp.sum(queries.valid, axis=1).astype(jnp.float32)
     read = jnp.concatenate((read, all_reduce(captured, head_axes) / ranks))
-    return out, lse, cache._replace(records=records, reads=cache.reads.at[layer, :, 0].set(read)), chosen
+    return out, lse, cache._replace(records=records, reads=cache.reads.at[cache.row, :, 0].set(read)), chosen
 
 
 def _over(mask: jax.Array, like: jax.Array) -> jax.Array:
@@ -244,7 +260,7 @@ def window_runs(tokens: int, layout: Layout, policy: Hybrid) -> tuple[int, int]:
     return 1, (stripes - 1) * layout.round_tokens + layout.stripe + behind
 
 
-def _of_rank(voters, layer, ranks, head_axes, heads):
+def _of_rank(voters, cache.layer, ranks, head_axes, heads):
     """The voting heads `[G, V]` of this rank's groups, counted through its own heads, and which groups read far."""
     rank, groups = lax.axis_index(head_axes) if head_axes else 0, voters.far.shape[1] // ranks
     voting, far = (

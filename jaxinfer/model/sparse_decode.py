@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.cache import RECORDED, Cache
+from jaxinfer.cache import RECORDED, Cache, LayerCache
 from jaxinfer.configs.attention import Hybrid
 from jaxinfer.kernels.mla_decode import mla_decode
 from jaxinfer.kernels.mla_sparse import mla_sparse_decode
@@ -16,23 +16,26 @@ from jaxinfer.kernels.selection.index import query_index
 from jaxinfer.kernels.selection.retrieve import voting_heads
 from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, group_logits
 from jaxinfer.model.batch import DecodeBatch
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.sparse import put_index, reads_all, windows
 from jaxinfer.sharding.collectives import all_gather, merge
 from jaxinfer.sharding.layout import Layout
 
 
-def write_index(cache: Cache, layer: jax.Array, batch: DecodeBatch, policy: Hybrid) -> Cache:
+def write_index(cache: Cache, layer: jax.Array, batch: DecodeBatch, policies: Policies) -> Cache:
     """Writes the index of each group that a token completes; its latent is in the cache."""
-    group = policy.group
+    if policies.hybrid is None:
+        return cache
+    group = policies.hybrid.group
     complete = (batch.positions >= 0) & (batch.positions % group == group - 1)
     page = jnp.where(complete, batch.write_page, cache.index.shape[1])
-    return put_index(cache, layer, page, batch.write_offset // group, batch.sparse.index.keys[layer], group)
+    place = page, batch.write_offset // group
+    return put_index(cache, layer, *place, batch.sparse.index.keys[layer], group, policies)
 
 
 def attend(
     q: jax.Array,
-    cache: Cache,
-    layer: jax.Array,
+    cache: LayerCache,
     batch: DecodeBatch,
     layout: Layout,
     policy: Hybrid,
@@ -40,7 +43,7 @@ def attend(
     *,
     kv_rank: int,
     scale: float,
-) -> tuple[jax.Array, jax.Array, Cache]:
+) -> tuple[jax.Array, jax.Array, LayerCache]:
     """Attends the queries that do not read all, to those of their selected positions that lie on this rank.
 
     The candidates of the first level are all read: to score them exactly would take their latents as well.  So are the
@@ -62,38 +65,36 @@ def attend(
     kinds = {"kv_rank": kv_rank, "scale": scale}
 
     def read(units, lengths):
-        out, lse = mla_decode(
-            q[:, None], *_in_units(cache.latents, batch, units, layout, policy, layer), lengths, **kinds
-        )
+        out, lse = mla_decode(q[:, None], *_in_units(cache, batch, units, layout, policy), lengths, **kinds)
         return out[:, 0], lse[:, 0]
 
     def read_shared(tokens):
-        return mla_sparse_decode(q, cache.latents, layer, batch.page_table, tokens, **kinds)
+        return mla_sparse_decode(q, cache.latents, cache.place, batch.page_table, tokens, **kinds)
 
     near = read(*_window(first, sparse, me, batch, layout, policy))
     shared = _shared(first, me, batch, layout)
     lse = jnp.logaddexp(near[1], read_shared(shared)[1])
     begin, end = eligible_blocks(first, sinks=policy.sinks, block=policy.block)
-    shares = _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale)
+    shares = _shares(q, lse, begin, end, cache, batch, layout, policy, scale)
     votes = all_gather(shares, head_axes, 1)
     candidates = jax.vmap(lambda votes, end: candidate_blocks(votes, begin, end, policy.candidates))(votes, end)
 
     num_blocks = votes.shape[-1]
     masses = jnp.mean(jnp.take_along_axis(votes, jnp.maximum(candidates, 0)[:, None], axis=2), axis=1)
     counts = jax.vmap(lambda mass, blocks: amounts(mass[None], blocks[None], num_blocks))(masses, candidates)
-    place = cache.records.at[layer, batch.write_page, batch.write_offset // policy.query_block]
+    place = cache.records.at[cache.row, batch.write_page, batch.write_offset // policy.query_block]
     begun = (batch.positions % policy.query_block > 0)[:, None, None]
     counts = jax.vmap(joined)(counts, jnp.where(begun, place.get(mode="clip"), -1))
     records = jax.vmap(lambda counts: record(counts, RECORDED))(counts)
     cache = cache._replace(records=place.set(records, mode="drop"))
 
-    weights = _weights(cache, layer, batch, layout, policy, me, num_blocks)
+    weights = _weights(cache, batch, layout, policy, me, num_blocks)
     most = policy.hot_blocks + policy.retrieve_blocks
     hot = jax.vmap(lambda weights, end: hot_blocks(weights, begin, end, most))(weights, end)
     known = jnp.any(candidates[:, :, None] == hot[:, None], axis=2)
     blocks = jnp.concatenate((jnp.where(known, -1, candidates), hot), axis=1)
     reads = jnp.stack((jnp.sum(hot >= 0), jnp.sum(~known & (candidates >= 0)))).astype(jnp.float32)
-    cache = cache._replace(reads=cache.reads.at[layer, :, 1, :2].set(reads))
+    cache = cache._replace(reads=cache.reads.at[cache.row, :, 1, :2].set(reads))
     # Listed blocks are read whole, so that the anchors in them are read there.
     listed = jnp.any(batch.sparse.shared[:, :, None] // policy.block == blocks[:, None], axis=2)
     far = merge(*read(*_blocks(blocks, me, batch, layout, policy)), *read_shared(jnp.where(listed, -1, shared)))
@@ -105,13 +106,13 @@ def _unit(layout, policy):
     return math.gcd(layout.stripe, policy.block)
 
 
-def _in_units(latents, batch, units, layout, policy, layer):
-    """The cache in pages of one unit, the layer, and the table of units `[B, N]` that count through a rank's pages."""
+def _in_units(cache, batch, units, layout, policy):
+    """Latents in pages of one unit, the layer's place, and the table of units `[B, N]` that count through pages."""
     unit = _unit(layout, policy)
     of_page = layout.page_size // unit
-    cut = jax.tree.map(lambda array: array.reshape(array.shape[0], -1, unit, array.shape[-1]), latents)
+    cut = jax.tree.map(lambda array: array.reshape(array.shape[0], -1, unit, array.shape[-1]), cache.latents)
     pages = jnp.take_along_axis(batch.page_table, units // of_page, axis=1, mode="clip")
-    return cut, layer, pages * of_page + units % of_page
+    return cut, cache.place, pages * of_page + units % of_page
 
 
 def _window(first, sparse, me, batch, layout, policy):
@@ -144,7 +145,7 @@ def _blocks(blocks, me, batch, layout, policy):
     return first_ones, jnp.sum(here, axis=1) * unit
 
 
-def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
+def _shares(q, lse, begin, end, cache, batch, layout, policy, scale):
     """The estimated share of every block for this rank's voting heads, `[B, V, NB]`, the same on all ranks of cp."""
     ranks = layout.cp
     voting = jnp.asarray(voting_heads(q.shape[1], 1, policy.voters)[0])
@@ -154,10 +155,10 @@ def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
 
     def logits(item):
         q, pages = item
-        index = cache.index.at[layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
+        index = cache.index.at[cache.layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
         return group_logits(q[None], index, group=policy.group, scale=scale)[0]
 
-    speaking = query_index(q[:, voting], batch.sparse.index.queries[layer])
+    speaking = query_index(q[:, voting], batch.sparse.index.queries[cache.layer])
     own = lax.map(logits, (speaking, batch.page_table))
     batches, voters, groups = own.shape
     stripe = layout.stripe // policy.group
@@ -173,7 +174,7 @@ def _shares(q, lse, begin, end, cache, layer, batch, layout, policy, scale):
     return jax.vmap(shares)(ordered, local[:, voting], end)
 
 
-def _weights(cache, layer, batch, layout, policy, me, num_blocks):
+def _weights(cache, batch, layout, policy, me, num_blocks):
     """How hot each block is for each query, `[B, NB]`: from the records of its own epoch so far and of those before."""
     epoch = jnp.maximum(batch.positions, 0) // policy.hot_epoch
     start = (epoch[:, None] - EPOCHS + 1 + jnp.arange(EPOCHS + 1)) * policy.hot_epoch
@@ -184,7 +185,7 @@ def _weights(cache, layer, batch, layout, policy, me, num_blocks):
     rows = bounds[:, :-1, None] + jnp.arange(width)
     per_page = layout.page_size // policy.query_block
     page = jnp.take_along_axis(batch.page_table, (rows // per_page).reshape(rows.shape[0], -1), axis=1, mode="clip")
-    left = cache.records.at[layer, page.reshape(rows.shape), rows % per_page].get(mode="clip")
+    left = cache.records.at[cache.row, page.reshape(rows.shape), rows % per_page].get(mode="clip")
     left = jnp.where((rows < bounds[:, 1:, None])[..., None, None], left, -1)
     left = left.reshape(*left.shape[:2], -1, 2)
     masses = lax.psum(jax.vmap(lambda left: epoch_masses(left, num_blocks))(left), "cp")

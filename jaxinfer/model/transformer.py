@@ -3,6 +3,7 @@
 The functions here run on one rank, inside `jax.shard_map`; `plan` says which mesh axes divide what.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import Cache
 from jaxinfer.configs.attention import DENSE, Dense, Hybrid
+from jaxinfer.configs.kv_format import KVFormat
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.model.attention import decode_schedules, rotations
@@ -46,9 +48,16 @@ class Group(NamedTuple):
 class Transformer:
     """The description of a model: modules that declare the weights; the arrays themselves live in a nested dict."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, policy: Dense | Hybrid = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        policy: Dense | Hybrid = DENSE,
+        formats: Sequence[KVFormat] = (),
+    ):
+        """`formats` are those of the layers' caches, one for each, or none: all have the same."""
         self.config = config
-        self.policies = Policies.of(policy, config.num_layers)
+        self.policies = Policies.of(policy, config.num_layers, formats)
         self.ends = Ends(config, precision.dtype)
         counts = {"dense": config.num_dense_layers, "moe": config.num_moe_layers}
         self.groups = {kind: Group(Block(config, kind, precision), n) for kind, n in counts.items() if n}
@@ -71,11 +80,12 @@ class Transformer:
         first = 0
         for name, group in self.groups.items():
             sliced, whole = apart(group.block, params[name])
+            policies = self.policies.scan(first, first + group.layers)
 
-            def step(carry, layer, block=group.block, whole=whole):
+            def step(carry, layer, block=group.block, whole=whole, policies=policies):
                 sliced, index = layer
                 weights = together(sliced, whole)
-                return use(block, weights, plan)(*carry, index, batch, angles, layout, plan, self.policies), None
+                return use(block, weights, plan)(*carry, index, batch, angles, layout, plan, policies), None
 
             layers = jnp.arange(first, first + group.layers)
             (x, cache), _ = lax.scan(step, (x, cache), (sliced, layers))

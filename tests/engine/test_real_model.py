@@ -123,7 +123,7 @@ def test_a_lost_cache_is_made_anew(built: Engine, monkeypatch: pytest.MonkeyPatc
         nonlocal steps
         steps += 1
         if steps == 7:
-            runner.cache.latents.delete()  # pyright: ignore[reportAttributeAccessIssue]
+            runner.cache.latents[0].delete()  # pyright: ignore[reportAttributeAccessIssue]
         return run(step)
 
     monkeypatch.setattr(runner, "run", failing)

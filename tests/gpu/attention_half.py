@@ -82,7 +82,8 @@ class Half:
 
     def cache(self, pages: int) -> Cache:
         """Shapes of a cache of so many pages on each rank."""
-        return cache_spec(self.config, self.rules, self.mesh, pages, PAGE, FORMATS[self.kv])
+        formats = [FORMATS[self.kv]] * self.config.num_layers
+        return cache_spec(self.config, self.rules, self.mesh, pages, PAGE, formats)
 
     def prefill_batch(self, tokens: int, context: int) -> tuple[PrefillBatch, int]:
         """The last `tokens` on each rank of a prompt of `context` on each, and the pages on a rank."""

@@ -108,10 +108,11 @@ def values_of(shapes: tuple, batch: Any) -> tuple:
     }
     made |= {name: jnp.ones(made[name].shape, jnp.bfloat16) for name in made if "norm" in name}
     held = jax.tree.map(lambda a: numbers(jnp.int32(50), a.shape, a.dtype, 40.0 if a.dtype == jnp.int8 else 1.0), cache)
-    if isinstance(held.latents, QuantizedLatents):
-        size = 1 / 40 if held.latents.values.dtype == jnp.int8 else 1.0
-        scale = jnp.full(held.latents.scale.shape, size, jnp.float32)
-        held = held._replace(latents=dataclasses.replace(held.latents, scale=scale))
+    (latents,) = held.latents
+    if isinstance(latents, QuantizedLatents):
+        size = 1 / 40 if latents.values.dtype == jnp.int8 else 1.0
+        scale = jnp.full(latents.scale.shape, size, jnp.float32)
+        held = held._replace(latents=(dataclasses.replace(latents, scale=scale),))
     pairs = np.arange(tables[0].shape[1]) / tables[0].shape[1]
     angles = np.arange(tables[0].shape[0])[:, None] * np.power(10000.0, -pairs)
     rotations = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)

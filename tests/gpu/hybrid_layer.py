@@ -111,8 +111,8 @@ class Layer:
 
     def cache(self) -> Cache:
         """Shapes of a cache of the longest context."""
-        pages, kind = self.longest // self.page_size, FLOAT_FORMATS["bfloat16"]
-        return cache_spec(self.config, self.rules, self.mesh, pages, self.page_size, kind, self.policy)
+        pages, formats = self.longest // self.page_size, [FLOAT_FORMATS["bfloat16"]] * self.config.num_layers
+        return cache_spec(self.config, self.rules, self.mesh, pages, self.page_size, formats, self.policy)
 
     def batch(self, context: int) -> PrefillBatch:
         """The chunk that ends a context of so many tokens, whose pages lie in random order."""
@@ -148,14 +148,14 @@ class Layer:
     def fill(self, salt: jax.Array) -> Cache:
         """Contents of the cache: latents of unit size, their index, and records of any blocks."""
         spec = self.cache()
-        latents = numbers(spec.latents.shape, salt).astype(spec.latents.dtype)
+        latents = numbers(spec.latents[0].shape, salt).astype(spec.latents[0].dtype)
         if not isinstance(self.policy, Hybrid):
-            return Cache(latents)
+            return Cache((latents,))
         index = group_index(latents, self._projections().keys[0], self.policy.group)
         draw = numbers(spec.records.shape[:-1], salt + jnp.uint32(1)) / 12**0.5 + 0.5
         blocks = (draw * (self.longest // self.policy.block)).astype(jnp.int32)
         reads = jnp.zeros(spec.reads.shape, spec.reads.dtype)
-        return Cache(latents, index, jnp.stack((blocks, blocks % 1024), axis=-1), reads)
+        return Cache((latents,), index, jnp.stack((blocks, blocks % 1024), axis=-1), reads)
 
     def step(self, params: Tree, x: jax.Array, cache: Cache, tables: Tree, batch: PrefillBatch):
         """`x [T, d]`, the normalised input, to float32 `[T, d]`, and the cache."""

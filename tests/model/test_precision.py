@@ -165,7 +165,8 @@ def lowered_prefill(config, precision: Precision, monkeypatch: pytest.MonkeyPatc
     rules, layout = Rules(parse("cp=1")), Layout(1, 16, 16)
     mesh = make(rules.mesh)
     params = parameter_specs(config, rules, mesh, precision)
-    cache = allocate(cache_spec(config, rules, mesh, 8, 16, FLOAT_FORMATS[precision.dtype.name]))
+    formats = [FLOAT_FORMATS[precision.dtype.name]] * config.num_layers
+    cache = allocate(cache_spec(config, rules, mesh, 8, 16, formats))
     capacity = Capacity(
         replicas=1,
         layout=layout,

@@ -46,7 +46,7 @@ def test_a_device_holds_its_eighth(divided: LLM):
     everything = sum(array.nbytes for array in jax.tree.leaves((runner.params, runner.cache)))
     assert device_bytes((runner.params, runner.cache)) <= 1.15 * everything / 8
     moe = runner.params["moe"]
-    for array in (runner.cache.latents, moe["moe"]["gate_up"], moe["attention"]["q_b"]):
+    for array in (runner.cache.latents[0], moe["moe"]["gate_up"], moe["attention"]["q_b"]):
         assert device_bytes(array) == array.nbytes // 8
 
 
@@ -65,7 +65,7 @@ def test_prefill_passes_latents_on_and_nothing_gathers_the_cache(divided: LLM):
     prefill = programs.prefill.lower(*arguments, prefill_batch).compile().as_text()
     decode = programs.decode.lower(*arguments, decode_batch).compile().as_text()
     assert "collective-permute" in prefill
-    one_layer = math.prod(runner.cache.latents.shape[1:])
+    one_layer = math.prod(runner.cache.latents[0].shape[1:])
     for program in (prefill, decode):
         gathered = gathered_elements(program)
         assert gathered, "expected the exchange of tokens and of weights to show as all-gathers"
