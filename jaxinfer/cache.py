@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxinfer.configs.attention import DENSE, Dense, Hybrid
 from jaxinfer.configs.kv_format import KVFormat, distinct
 from jaxinfer.configs.model import ModelConfig
-from jaxinfer.kernels.latents import Latents, QuantizedLatents
+from jaxinfer.kernels.latents import QuantizedLatents
 from jaxinfer.sharding.rules import Rules
 
 RECORDED = 16
@@ -73,10 +73,10 @@ def cache_spec(
         axes = (None, "pages", None, *[None] * len(row))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(of), sharding=rules.sharding(mesh, axes, shape))
 
-    def latents(kind: KVFormat) -> Latents:
+    def latents(kind: KVFormat) -> Any:
         parts = kind.parts(config.kv_lora_rank, config.qk_rope_head_dim)
         layers = sum(of_layer == kind for of_layer in formats)
-        arrays: Any = {n: array(page_size, count, of=dtype, layers=layers) for n, (count, dtype) in parts.items()}
+        arrays = {n: array(page_size, count, of=dtype, layers=layers) for n, (count, dtype) in parts.items()}
         return QuantizedLatents(**arrays) if kind.quantized else arrays["values"]
 
     kinds = distinct(formats)
