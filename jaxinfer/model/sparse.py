@@ -260,7 +260,7 @@ def window_runs(tokens: int, layout: Layout, policy: Hybrid) -> tuple[int, int]:
     return 1, (stripes - 1) * layout.round_tokens + layout.stripe + behind
 
 
-def _of_rank(voters, cache.layer, ranks, head_axes, heads):
+def _of_rank(voters, layer, ranks, head_axes, heads):
     """The voting heads `[G, V]` of this rank's groups, counted through its own heads, and which groups read far."""
     rank, groups = lax.axis_index(head_axes) if head_axes else 0, voters.far.shape[1] // ranks
     voting, far = (

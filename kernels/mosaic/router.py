@@ -211,9 +211,7 @@ def _copy(shape, operands, scratch):
         pl.when(index >= _STAGES)(lambda: await_free(index))
         k, full = pl.ds((first + index) * STEP, STEP), scratch["full"].at[slot]
         plgpu.copy_gmem_to_smem(operands["x"].at[rows, k], scratch["x"].at[slot], full)
-        plgpu.copy_gmem_to_smem(
-            operands["w"].at[:, columns, k], scratch["w"].at[slot], full, collective_axes="cluster"
-        )
+        plgpu.copy_gmem_to_smem(operands["w"].at[:, columns, k], scratch["w"].at[slot], full, collective_axes="cluster")
 
     # A barrier may not be given up before its last phase has been seen.
     pl.loop(jnp.maximum(count - _STAGES, 0), count)(await_free)

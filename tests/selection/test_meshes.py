@@ -20,6 +20,7 @@ from jaxinfer.engine.step import Capacity, PrefillSegment
 from jaxinfer.kernels.selection.index import Projections
 from jaxinfer.model import sparse
 from jaxinfer.model.batch import batch_specs, local
+from jaxinfer.model.policies import Policies
 from jaxinfer.model.voters import voters
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.mesh import make, parse
@@ -104,8 +105,8 @@ class Division:
         anchors = Anchors(codes, POLICY.anchor_gap, POLICY.anchor_boundaries)
         self.batcher = Batcher(self.capacity, 64, POLICY, anchors)
         self.heads = Plan.prefill(self.rules).axes("heads", CONFIG.num_heads)
-        kind = FLOAT_FORMATS["float32"]
-        self.spec = cache_spec(CONFIG, self.rules, self.mesh, LONGEST // PAGE, PAGE, kind, POLICY)
+        formats = [FLOAT_FORMATS["float32"]]
+        self.spec = cache_spec(CONFIG, self.rules, self.mesh, LONGEST // PAGE, PAGE, formats, POLICY)
         self.step = jax.jit(self._step, donate_argnums=0)
 
     def _step(self, cache, q, weights, batch):
@@ -113,10 +114,16 @@ class Division:
             k_b, v_b, *index = weights
             batch = local(batch)
             batch = replace(batch, sparse=replace(batch.sparse, index=Projections(*index), voters=(VOTERS,)))
-            cache = sparse.write_index(cache, jnp.int32(0), batch, POLICY)
+            policies, layer = Policies.of(POLICY, 1), jnp.int32(0)
+            cache = sparse.write_index(cache, layer, batch, policies)
             nothing = jnp.zeros((q.shape[1], *v_b.shape[:2])), jnp.full(q.shape[1:3], -jnp.inf)
-            where = jnp.int32(0), batch, self.layout, POLICY, VOTERS, self.heads, SCALE
-            *_, cache, chosen = sparse.attend(q[0], k_b, v_b, nothing, cache, *where)
+
+            def attend(policy, part):
+                where = batch, self.layout, policy, VOTERS, self.heads, SCALE
+                *_, part, chosen = sparse.attend(q[0], k_b, v_b, nothing, part, *where)
+                return chosen, part
+
+            chosen, cache = policies.call(cache, layer, attend)
             return cache, chosen.hot[None], chosen.blocks[None]
 
         axis = self.heads or None
@@ -146,9 +153,10 @@ class Division:
         positions = np.arange(LONGEST)
         rank, place = self.layout.rank(positions, home), self.layout.local_index(positions)
         page = np.array(pages)[rank, place // PAGE] + rank * (LONGEST // PAGE)
-        latents = np.zeros(self.spec.latents.shape, np.float32)
+        (spec,) = self.spec.latents
+        latents = np.zeros(spec.shape, np.float32)
         latents[0, page, place % PAGE] = prompt.latents
-        cache = allocate(self.spec)._replace(latents=jax.device_put(latents, self.spec.latents.sharding))
+        cache = allocate(self.spec)._replace(latents=(jax.device_put(latents, spec.sharding),))
         found = {}
         for start in range(0, prompt.length, self.chunk * self.cp):
             count = min(prompt.length - start, self.chunk * self.cp)
