@@ -38,7 +38,8 @@ def mla_decode(
         lengths: `[B]` int32, keys of each sequence in its pages, 0 to `N * page_size`; what lies beyond may be NaN.
         kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores.
-        schedule: that of these lengths and `T H` rows (see `decode_schedule`); None computes it.
+        schedule: that of these lengths, or of longer ones that the page table has room for, and of `T H` rows (see
+            `decode_schedule`); None computes it.
         implementation: None chooses (see `dispatch`).
 
     Returns: output `[B, T, H, kv_rank]`, the attended latent, and log-sum-exp `[B, T, H]`, both float32; a token

@@ -5,6 +5,9 @@ window, the anchors) is cheaper with keys and values expanded: `2 (qk + v)` floa
 and head.  What few share (retrieved blocks) is cheaper absorbed, `2 (2 kv_rank + rope)`, as nothing is expanded.
 """
 
+from typing import NamedTuple
+
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kernels import dispatch
@@ -99,28 +102,55 @@ def mla_blocks(
     return mosaic_blocks.mla_blocks(*arguments, **sizes, multiprocessors=device().multiprocessors)
 
 
-def mla_sparse_decode(
+class ListedKeys(NamedTuple):
+    """Keys that single queries list, and their weights in a softmax: the first half of attention to them."""
+
+    rows: Float[Array, "B K latent"]
+    """Of the type of the queries; 0 where none is listed."""
+    weights: Float[Array, "B H K"]
+    """float32, `exp(score - shift)`; 0 where none is listed."""
+    shift: Float[Array, "B H"]
+    """float32, the largest score, 0 of none."""
+
+    @property
+    def lse(self) -> Float[Array, "B H"]:
+        """The log-sum-exp of all scores, float32; -inf of none."""
+        return self.shift + jnp.log(jnp.sum(self.weights, axis=-1))
+
+
+def listed_keys(
     q: Float[Array, "B H latent"],
     cache: Latents,
     layer: Int[Array, ""],
-    page_table: Int[Array, "B N"],
-    tokens: Int[Array, "B K"],
+    pages: Int[Array, "B K"],
+    offsets: Int[Array, "B K"],
     *,
-    kv_rank: int,
     scale: float,
-) -> tuple[Float[Array, "B H kv_rank"], Float[Array, "B H"]]:
-    """Absorbed attention of one query per sequence to listed tokens of its pages.
+) -> ListedKeys:
+    """Gathers and scores the tokens of the cache that each sequence lists, for one absorbed query of each.
 
     Args:
         q: `[B, H, kv_rank + rope]` queries in the space of the latents.
         cache: `[layers, pages, page_size, kv_rank + rope]` or the arrays of `QuantizedLatents`.
         layer: int32, the layer read.
-        page_table: `[B, N]` int32, the pages of each sequence in order.
-        tokens: `[B, K]` int32, the tokens that each sequence reads, counted through its pages, none twice; -1: none.
-        kv_rank: how many of a latent's numbers are values, the first ones.
+        pages, offsets: `[B, K]` int32, where the tokens lie, none twice; page -1: none.
         scale: factor on the scores.
-
-    Returns: output `[B, H, kv_rank]`, the attended latent, and log-sum-exp `[B, H]`, both float32; a sequence
-    without keys has 0 and -inf.
     """
-    return reference.mla_sparse_decode(q, cache, layer, page_table, tokens, kv_rank=kv_rank, scale=scale)
+    return ListedKeys(*reference.listed_keys(q, cache, layer, pages, offsets, scale=scale))
+
+
+def listed_values(
+    listed: ListedKeys, open_keys: Bool[Array, "B K"], *, kv_rank: int
+) -> tuple[Float[Array, "B H kv_rank"], Float[Array, "B H"]]:
+    """Attention to the listed keys that are open: the second half.
+
+    Which are open may depend on the first half.  A query whose open keys have less than e^-80 of the weight of all that
+    are listed may find none: what it reads elsewhere, the closed ones among it, is all that counts.
+
+    Args:
+        kv_rank: how many of a latent's numbers are values, the first ones but not all.
+
+    Returns: output `[B, H, kv_rank]`, the attended latent, and log-sum-exp `[B, H]`, both float32; 0 and -inf without
+    keys.
+    """
+    return reference.listed_values(*listed, open_keys, kv_rank=kv_rank)

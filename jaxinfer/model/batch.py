@@ -54,6 +54,8 @@ class SparseDecode:
     index: Any = None
     """As in `SparsePrefill`, and so are `voters`."""
     voters: Any = None
+    plans: Any = None
+    """`sparse_plan.decode_plans`, which each rank adds inside of a step."""
 
 
 @jax.tree_util.register_dataclass

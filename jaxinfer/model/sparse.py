@@ -120,7 +120,16 @@ def put_index(
         return expand(taken, cache.index.dtype)
 
     found = group_index(policies.read(cache, layer, take), projection, group)[:, 0]
-    return cache._replace(index=cache.index.at[layer, page, number].set(found, mode="drop"))
+    return cache._replace(index=put_rows(cache.index, layer, page, number, found))
+
+
+def put_rows(array: jax.Array, layer: jax.Array, page: jax.Array, number: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes `rows [n, ...]` to places of pages, int32 `[n]` each; pages out of range: none."""
+    if len(page) == 1:
+        # XLA writes a single row after a kernel that reads the old one and another for the range; two rows, in one.
+        page = jnp.concatenate((page, jnp.full_like(page, array.shape[1])))
+        number, rows = jnp.tile(number, 2), jnp.tile(rows, (2, *[1] * (rows.ndim - 1)))
+    return array.at[layer, page, number].set(rows, mode="drop")
 
 
 def attend(

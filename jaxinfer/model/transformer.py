@@ -24,6 +24,7 @@ from jaxinfer.model.block import Block
 from jaxinfer.model.params import Tree, apart, specs, together, use, weight
 from jaxinfer.model.policies import Policies
 from jaxinfer.model.precision import Precision
+from jaxinfer.model.sparse_plan import decode_plans
 from jaxinfer.sharding.collectives import all_gather, own_piece
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan, Rules
@@ -77,6 +78,9 @@ class Transformer:
         if isinstance(batch, DecodeBatch):
             schedules = decode_schedules(batch, self.config.num_heads, layout, plan, self.policies)
             batch = replace(batch, schedules=schedules)
+            if batch.sparse is not None:
+                plans = decode_plans(cache, batch, self.config.num_heads, layout, plan, self.policies)
+                batch = replace(batch, sparse=replace(batch.sparse, plans=plans))
         first = 0
         for name, group in self.groups.items():
             sliced, whole = apart(group.block, params[name])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.kernels.latents import expand, page_size
+from jaxinfer.kernels.latents import expand
 from jaxinfer.kernels.reference.mla_prefill import mla_prefill
 from jaxinfer.kernels.reference.rows import map_active
 
@@ -89,20 +89,25 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
     return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
 
 
-def mla_sparse_decode(q, cache, layer, page_table, tokens, *, kv_rank, scale):
-    """See `jaxinfer.kernels.mla_sparse`: one sequence after another."""
-    size = page_size(cache)
+def listed_keys(q, cache, layer, pages, offsets, *, scale):
+    """See `jaxinfer.kernels.mla_sparse`: rows, weights and their shift."""
+    seen = pages >= 0
+    rows = jax.tree.map(lambda array: array.at[layer, jnp.maximum(pages, 0), offsets].get(mode="clip"), cache)
+    rows = jnp.where(seen[..., None], expand(rows, q.dtype), 0).astype(q.dtype)
+    scores = _scores("bhd,bkd->bhk", q, rows, scale, seen[:, None])
+    top = jnp.max(scores, axis=-1)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    return rows, jnp.exp(scores - shift[..., None]), shift
 
-    def one(item):
-        q, pages, tokens = item
-        seen = tokens >= 0
-        page = pages.at[jnp.where(seen, tokens // size, 0)].get(mode="clip")
-        rows = jax.tree.map(lambda array: array.at[layer, page, tokens % size].get(mode="clip"), cache)
-        rows = jnp.where(seen[:, None], expand(rows, q.dtype), 0).astype(q.dtype)
-        scores = _scores("hd,sd->hs", q, rows, scale, seen[None])
-        return _softmax("hs,sd->hd", scores, rows[:, :kv_rank].astype(jnp.float32))
 
-    return lax.map(one, (q, page_table, tokens))
+def listed_values(rows, weights, shift, open_keys, *, kv_rank):
+    """See `jaxinfer.kernels.mla_sparse`."""
+    # The place after the values is 1 of every key that counts: one product adds up the weights as well.
+    values = jnp.where(jnp.arange(rows.shape[-1]) < kv_rank, rows.astype(jnp.float32), 1.0)
+    values = jnp.where(open_keys[..., None], values, 0.0)
+    out = jnp.einsum("bhk,bkd->bhd", weights, values, precision=lax.Precision.HIGHEST)
+    out, total = out[..., :kv_rank], out[..., kv_rank]
+    return out / jnp.where(total == 0.0, 1.0, total)[..., None], shift + jnp.log(total)
 
 
 def _expand(context, k_b, v_b, dtype):

@@ -4,6 +4,7 @@ A query block remembers its best blocks beside its own tokens, and what is hot i
 blocks of the epochs before it alone.  So a prefix that is read again, by whatever steps, brings its hot blocks along.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,16 +19,14 @@ _FIXED_POINT = 1 << 14
 
 def amounts(masses: Float[Array, "G C"], candidates: Int[Array, "G C"], num_blocks: int) -> Int[Array, " NB"]:
     """The mass of every block for one query block, summed over the groups of heads: int32, in units of 2^-14."""
-    counts = jnp.round(masses * _FIXED_POINT).astype(jnp.int32)
+    counts = fixed_point(masses)
     places = jnp.where(candidates < 0, num_blocks, candidates)
     return jnp.zeros(num_blocks, jnp.int32).at[places.ravel()].add(counts.ravel(), mode="drop")
 
 
-def joined(amounts: Int[Array, " NB"], left: Int[Array, "count 2"]) -> Int[Array, " NB"]:
-    """The larger of new `amounts` and those of a record that was `left` before."""
-    num_blocks = amounts.shape[0]
-    named = (left[:, 0] >= 0) & (left[:, 0] < num_blocks)
-    return amounts.at[jnp.where(named, left[:, 0], num_blocks)].max(left[:, 1], mode="drop")
+def fixed_point(masses: jax.Array) -> jax.Array:
+    """Masses as they are remembered, int32."""
+    return jnp.round(masses * _FIXED_POINT).astype(jnp.int32)
 
 
 def record(amounts: Int[Array, " NB"], count: int) -> Int[Array, "count 2"]:
@@ -68,3 +67,9 @@ def hot_blocks(weights: Int[Array, " NB"], first, end, count: int) -> Int[Array,
     """
     blocks = jnp.arange(weights.shape[0])
     return top_blocks(jnp.where((blocks >= first) & (blocks < end) & (weights > 0), weights, -1), count)
+
+
+def hottest(weights: Int[Array, " NB"], first, end, count: int) -> Int[Array, "count 2"]:
+    """The blocks of `hot_blocks` as (block, weight), the hottest first; (-1, 0) where fewer are hot."""
+    blocks = jnp.arange(weights.shape[0])
+    return record(jnp.where((blocks >= first) & (blocks < end), weights, 0), count)

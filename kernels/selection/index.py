@@ -44,9 +44,7 @@ def group_index(latents: Float[Array, "... S D"], projection: Float[Array, "D d"
 
 def query_index(q: Float[Array, "... D"], projection: Float[Array, "D d"]) -> jax.Array:
     """Absorbed queries as the index is multiplied with, `[..., d]`, in the type of `q`."""
-    return jnp.einsum("...d,de->...e", q, projection.astype(q.dtype), preferred_element_type=jnp.float32).astype(
-        q.dtype
-    )
+    return jnp.einsum("...d,de->...e", q, projection.astype(q.dtype), preferred_element_type=q.dtype)
 
 
 def projections(query_moments: np.ndarray, key_moments: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

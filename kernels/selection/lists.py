@@ -31,7 +31,7 @@ def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[
     Returns: values `[..., k]` and their places in the row, int32.
     """
     size = values.shape[-1]
-    if size <= sorted_whole(k):
+    if k == 0 or size <= sorted_whole(k):
         found, places = lax.top_k(values, k)
         return found, places
     piece = 2
@@ -46,6 +46,20 @@ def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[
     rest = jnp.take_along_axis(pieces, best[..., None], axis=-2).reshape(*values.shape[:-1], k * piece)
     found, places = top_k(rest, k)
     return found, jnp.take_along_axis(best, places // piece, axis=-1) * piece + places % piece
+
+
+def ranks(order: Float[Array, " N"] | Int[Array, " N"], blocks: Int[Array, " N"]) -> Int[Array, " N"]:
+    """How many come before each: those of larger order, of equal ones those of a lower block.
+
+    All pairs are compared: for some hundreds of blocks one small kernel, where sorting them is several.
+    """
+    before = (order > order[:, None]) | ((order == order[:, None]) & (blocks < blocks[:, None]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
+def by_rank(ranks: Int[Array, " N"], values: Int[Array, " N"], count: int) -> Int[Array, " count"]:
+    """The values at ranks below `count`, of which none is there twice; 0 where none is."""
+    return jnp.sum(jnp.where(ranks == jnp.arange(count)[:, None], values, 0), axis=1, dtype=jnp.int32)
 
 
 def top_blocks(order: Float[Array, " NB"] | Int[Array, " NB"], count: int) -> Int[Array, " count"]:

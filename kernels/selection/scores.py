@@ -109,8 +109,15 @@ def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int
     calls = jnp.sort((chosen * turns + jnp.arange(turns)).reshape(-1))
     block, turn = calls // turns, calls % turns
     earliest = jnp.diff(block, prepend=-1) > 0
-    # A sum of shares is at most the number of voters: it decides within a turn.
-    order = turns - turn + jnp.sum(votes, axis=0)[block] / (voters + 1)
+    order = order_of_calls(turns - turn, jnp.sum(votes, axis=0)[block], voters)
     order, places = top_k(jnp.where(earliest & eligible[block], order, -1.0), turns)
     found = jnp.where(order >= 0, block[places], -1)
     return ascending(jnp.pad(found, (0, count - turns), constant_values=-1))
+
+
+def order_of_calls(turns_left: jax.Array, sums: jax.Array, voters: int) -> jax.Array:
+    """The larger, the earlier a block is taken.
+
+    A sum of shares is at most the number of voters: it decides within a turn.
+    """
+    return turns_left + sums / (voters + 1)

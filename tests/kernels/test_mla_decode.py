@@ -59,6 +59,19 @@ def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monk
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
+def test_a_schedule_of_longer_sequences(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Tiles beyond a sequence's keys are read and count for nothing."""
+    q, cache, layer, table, lengths = case(1, 16, 64, 128, [0, 70, 128])
+    table = jnp.pad(table, ((0, 0), (0, 3)), constant_values=0)
+    longer = decode_parts.schedule(jnp.asarray([64, 300, 128], jnp.int32), 3)
+    run = functools.partial(mosaic.mla_decode, kv_rank=128, scale=SCALE, multiprocessors=3, schedule=longer)
+    with interpreted(capsys, monkeypatch):
+        out, lse = jax.block_until_ready(jax.jit(run)(q, cache, layer, table, lengths))
+    wanted, wanted_lse = mla_decode(q.astype(jnp.float32), cache, layer, table, lengths, kv_rank=128, scale=SCALE)
+    assert np.linalg.norm(out - wanted) / np.linalg.norm(wanted) < 3e-3
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+
+
 def test_tokens_see_no_later_key():
     """Each of several tokens is the same as alone, with the later keys not there."""
     q, cache, layer, table, lengths = case(3, 2, 64, 128, [2, 65, 200])

@@ -12,7 +12,7 @@ from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
 from jaxinfer.kernels.selection.index import group_index
-from jaxinfer.kernels.selection.lists import ascending, join, top_blocks, top_k
+from jaxinfer.kernels.selection.lists import ascending, by_rank, join, ranks, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
@@ -208,12 +208,6 @@ def test_what_later_epochs_left_and_garbage_change_nothing():
     np.testing.assert_array_equal(before[:4], after[:4])
 
 
-def test_a_record_is_joined_with_what_was_left_before():
-    left = jnp.asarray([[3, 50], [1, 7], [-1, 0], [9, 5]], jnp.int32)
-    joined = hot_module.joined(jnp.asarray([4, 9, 0, 20], jnp.int32), left)
-    assert np.asarray(joined).tolist() == [4, 9, 0, 50]
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 5]), st.sampled_from([np.float32, np.int32]))
 def test_top_of_long_rows(seed: int, k: int, dtype):
@@ -227,9 +221,13 @@ def test_top_of_long_rows(seed: int, k: int, dtype):
 
 
 def test_lists():
+    order, blocks = jnp.asarray([2.0, 5.0, 2.0, -1.0]), jnp.asarray([7, 3, 4, 0])
+    assert np.asarray(ranks(order, blocks)).tolist() == [2, 0, 1, 3]
+    assert np.asarray(by_rank(ranks(order, blocks), blocks, 3)).tolist() == [3, 4, 7]
     assert np.asarray(ascending(jnp.asarray([[3, -1, 0], [-1, -1, 7]]))).tolist() == [[0, 3, -1], [7, -1, -1]]
     assert np.asarray(top_blocks(jnp.asarray([1.0, 2.0, 1.0, -1.0, 2.0]), 3)).tolist() == [0, 1, 4]
     assert np.asarray(top_blocks(jnp.asarray([1, -1]), 4)).tolist() == [0, -1, -1, -1]
+    assert top_blocks(jnp.asarray([1, -1]), 0).shape == (0,)
 
 
 def test_voting_heads():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.kernels.mla_prefill import mla_prefill
-from jaxinfer.kernels.mla_sparse import mla_blocks, mla_sparse_decode, mla_window
+from jaxinfer.kernels.mla_sparse import listed_keys, listed_values, mla_blocks, mla_window
 from jaxinfer.kernels.reference import mla_sparse as reference
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
 from jaxinfer.kernels.selection.sources import SOURCES, sources
@@ -191,19 +191,20 @@ def test_decode_over_listed_tokens():
     table = rng.permutation(12).reshape(3, 4).astype(np.int32)
     tokens = np.stack([rng.permutation(16)[:6] for _ in range(3)]).astype(np.int32)
     tokens[0, 3:], tokens[1] = -1, -1
+    pages = np.where(tokens < 0, -1, np.take_along_axis(table, tokens // page_size, axis=1)).astype(np.int32)
     q = rng.normal(size=(3, HEADS, dim)).astype(np.float32)
     read = np.zeros(cache.shape[1:3], bool)
-    for b in range(3):
-        for token in tokens[b][tokens[b] >= 0]:
-            read[table[b, token // page_size], token % page_size] = True
-    poisoned = np.where(read[None, ..., None], cache, np.nan)
-    arrays = jnp.asarray(q), jnp.asarray(poisoned), jnp.int32(1), jnp.asarray(table), jnp.asarray(tokens)
-    out, lse = mla_sparse_decode(*arrays, kv_rank=RANK, scale=0.4)
+    read[pages[tokens >= 0], tokens[tokens >= 0] % page_size] = True
+    poisoned = jnp.asarray(np.where(read[None, ..., None], cache, np.nan))
+    where = jnp.int32(1), jnp.asarray(pages), jnp.asarray(tokens % page_size)
+    found = listed_keys(jnp.asarray(q), poisoned, *where, scale=0.4)
+    open_keys = rng.random(tokens.shape) < 0.6
+    open_keys[0, 0], open_keys[2] = True, rng.permutation([True, True, True, False, False, False])
+    out, lse = listed_values(found, jnp.asarray(open_keys), kv_rank=RANK)
     for b in range(3):
         keys = np.stack([cache[1, table[b, t // page_size], t % page_size] for t in range(16)])[tokens[b]]
-        keys = keys[tokens[b] >= 0]
-        scores = jnp.asarray(0.4 * q[b] @ keys.T)
-        np.testing.assert_allclose(lse[b], jax.nn.logsumexp(scores, axis=-1), atol=2e-6)
-        np.testing.assert_allclose(
-            out[b], jax.nn.softmax(scores, axis=-1) @ keys[:, :RANK] if len(keys) else 0, atol=2e-6
-        )
+        for wanted_lse, kept in ((found.lse, tokens[b] >= 0), (lse, (tokens[b] >= 0) & open_keys[b])):
+            scores = jnp.asarray(0.4 * q[b] @ keys[kept].T)
+            np.testing.assert_allclose(wanted_lse[b], jax.nn.logsumexp(scores, axis=-1), atol=2e-6)
+        wanted = jax.nn.softmax(scores, axis=-1) @ keys[kept][:, :RANK] if np.any(kept) else 0
+        np.testing.assert_allclose(out[b], wanted, atol=2e-6)
