@@ -2,37 +2,64 @@
 
 import functools
 import logging
+from importlib.util import find_spec
 from typing import Literal
 
 import jax
 
-Implementation = Literal["mosaic", "reference"]
+Kernel = Literal["mosaic", "triton"]
+Implementation = Literal["mosaic", "triton", "reference"]
+
+BY_DEFAULT: tuple[Kernel, ...] = ("mosaic",)
+"""Which kernels run on a Hopper GPU where none is asked for: the first of these that takes the operands.
+
+Mosaic alone, as long as no card has timed Triton's (quantisation): `python -m jaxinfer.bench kernels --ops quantize`
+times both.  Triton goes first if its default cases take less time together; behind Mosaic, to take the rows that Mosaic
+does not, if they only take less than the reference's.
+"""
 
 
-def choose(op: str, implementation: Implementation | None, reason_against: str | None) -> Implementation:
-    """The implementation that is asked for, else Mosaic where nothing speaks against it, else the reference.
+def choose(
+    op: str, implementation: Implementation | None, reason_against: str | dict[Kernel, str | None] | None
+) -> Implementation:
+    """The implementation that is asked for, else a kernel where nothing speaks against it, else the reference.
 
     Args:
         op: the operation, for the log.
-        implementation: what the caller asks for; None leaves the choice.
-        reason_against: why Mosaic cannot take these shapes and types, None if it can.
+        implementation: what the caller asks for; None leaves the choice (see `BY_DEFAULT`).
+        reason_against: why Mosaic cannot take these shapes and types, None if it can; of an operation with several
+            kernels this for each of them.
 
-    Raises: ValueError if Mosaic is asked for and cannot take them.
+    Raises: ValueError if a kernel is asked for that cannot take them, that needs what is not installed, or that the
+        operation does not have.
     """
-    if implementation == "mosaic":
-        if reason_against is not None:
-            raise ValueError(f"expected operands that the Mosaic {op} takes: {reason_against}")
-        _log(op, "mosaic", "asked for")
-        return "mosaic"
+    against = reason_against if isinstance(reason_against, dict) else {"mosaic": reason_against}
     if implementation == "reference":
         _log(op, "reference", "asked for")
         return "reference"
-    reason = _no_hopper() or reason_against
-    if reason is None:
-        _log(op, "mosaic", "the backend is a Hopper GPU")
-        return "mosaic"
-    _log(op, "reference", reason)
+    if implementation is not None:
+        if implementation not in against:
+            raise ValueError(f"{op}: expected implementation {' or '.join(against)} or reference, got {implementation}")
+        if (absent := why_absent(implementation)) is not None:
+            raise ValueError(f"expected what the {implementation.capitalize()} {op} needs: {absent}")
+        if (reason := against[implementation]) is not None:
+            raise ValueError(f"expected operands that the {implementation.capitalize()} {op} takes: {reason}")
+        _log(op, implementation, "asked for")
+        return implementation
+    reason = _no_hopper()
+    for kernel in BY_DEFAULT if reason is None else ():
+        if kernel in against and (why_absent(kernel) or against[kernel]) is None:
+            _log(op, kernel, "the backend is a Hopper GPU")
+            return kernel
+    _log(op, "reference", reason or str(against["mosaic"]))
     return "reference"
+
+
+def why_absent(kernel: Kernel) -> str | None:
+    """What has to be installed for kernels of this kind, None if nothing."""
+    needed = ("jax_triton", "triton") if kernel == "triton" else ()
+    missing = [name for name in needed if find_spec(name) is None]
+    return f"{' and '.join(missing)}, not installed (pip install 'jaxinfer[triton]')" if missing else None
 
 
 def _no_hopper() -> str | None:

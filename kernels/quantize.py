@@ -16,6 +16,8 @@ from jaxinfer.kernels.reference import quantize as reference
 
 Scheme = Literal["row", "block"]
 BLOCK = reference.BLOCK
+_MOST_OF_TRITON = 32768
+"""Numbers of a row that the registers of a program hold."""
 
 
 def quantize(
@@ -38,7 +40,8 @@ def quantize(
         implementation: None chooses (see `dispatch`).
 
     Returns: `q [M, K]` of `dtype` and float32 scales, `[M]` for rows and `[K / 128, M]` for blocks.
-    Raises: ValueError if shape, scheme and dtype do not fit together, or Mosaic is asked for and cannot take them.
+    Raises: ValueError if shape, scheme and dtype do not fit together, or a kernel is asked for that cannot take them or
+        needs what is not installed.
     """
     check(x.shape, scheme, dtype)
     return _implementation("quantize", implementation, x, x.shape[1]).quantize(
@@ -86,8 +89,25 @@ def swiglu_quantize(
 
 def _implementation(op: str, implementation: dispatch.Implementation | None, x: jax.Array, columns: int):
     """The module that quantises rows of `columns` numbers made of those of `x`."""
-    reason = mosaic.reason_against(x.shape[0], columns, x.dtype)
-    return mosaic if dispatch.choose(op, implementation, reason) == "mosaic" else reference
+    against: dict[dispatch.Kernel, str | None] = {
+        "mosaic": mosaic.reason_against(x.shape[0], columns, x.dtype),
+        "triton": _reason_against_triton(x.shape[0], columns, x.dtype),
+    }
+    chosen = dispatch.choose(op, implementation, against)
+    if chosen == "triton":
+        from jaxinfer.kernels.triton import quantize as triton  # imports what need not be installed
+
+        return triton
+    return mosaic if chosen == "mosaic" else reference
+
+
+def _reason_against_triton(rows: int, columns: int, dtype) -> str | None:
+    """Why the Triton kernel cannot quantise `[rows, columns]`, None if it can."""
+    if rows == 0:
+        return "there are no rows"
+    if not 0 < columns <= _MOST_OF_TRITON:
+        return f"K = {columns} is not between 1 and {_MOST_OF_TRITON}"
+    return None if dtype in (jnp.bfloat16, jnp.float32) else f"the numbers are {dtype}"
 
 
 def dequantize(q: jax.Array, scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:

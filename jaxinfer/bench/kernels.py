@@ -23,7 +23,7 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from absl import app, flags
@@ -35,6 +35,7 @@ from jaxinfer.bench.measure import OPERATIONS
 from jaxinfer.bench.operation import Case
 from jaxinfer.bench.records import Records
 from jaxinfer.bench.report import markdown
+from jaxinfer.kernels.dispatch import Implementation
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +50,7 @@ class Options:
     peers: bool
     check: bool
     repeats: int
-    implementation: str
+    implementation: Literal["auto"] | Implementation
     workers: int | None
     case_seconds: float
 
@@ -122,7 +123,12 @@ class Measurement:
     def __init__(self, options: Options):
         """Raises ValueError for options that cannot be, or not on this machine."""
         self.options = options
-        self.cases = chosen_cases(options.ops, options.shapes)
+        self.implementation = None if options.implementation == "auto" else options.implementation
+        self.cases: list[Case] = []
+        self.left_out: dict[str, list[Case]] = {}
+        for case in chosen_cases(options.ops, options.shapes):
+            reason = OPERATIONS[case.op].left_out(case, self.implementation)
+            (self.cases if reason is None else self.left_out.setdefault(reason, [])).append(case)
         self.gpu = jax.default_backend() == "gpu"
         device = jax.devices()[0]
         hopper = self.gpu and device.compute_capability == "9.0"
@@ -151,11 +157,10 @@ class Measurement:
             # Every kernel launched for itself, so that each is seen.
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",
         }
-        implementation = None if self.options.implementation == "auto" else self.options.implementation
         with tempfile.NamedTemporaryFile() as lock, Clocks() as clocks:
             # Half of a case's time for itself: one that hangs does not make those fail that wait for the device.
             held = {"lock": lock.name, "held_seconds": self.options.case_seconds / 2}
-            common = {**self.settings, "implementation": implementation, **held}
+            common = {**self.settings, "implementation": self.implementation, **held}
             requests = [{"op": case.op, "form": case.form, "shape": list(case.shape), **common} for case in todo]
             answers = workers.serve(
                 "jaxinfer.bench.measure",
@@ -184,6 +189,10 @@ class Measurement:
             f"implementation {self.common['implementation']}; medians of {self.settings['repeats']} runs, "
             f"clock: {', '.join(clocks) or 'none'}\n\n"
             + markdown(found, published, [operation.of_kernel for operation in operations])
+            + "".join(
+                f"\n\nLeft out ({reason}): {', '.join(case.name for case in cases)}"
+                for reason, cases in self.left_out.items()
+            )
         )
         (self.out / "kernels.md").write_text(text + "\n")
         return text

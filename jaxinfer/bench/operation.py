@@ -89,6 +89,10 @@ class Operation(ABC):
             raise ValueError(f"expected a shape {self.name}:{'x'.join(self.sizes)}, got {'x'.join(map(str, shape))}")
         return [Case(self.name, form, shape) for form in self.forms]
 
+    def left_out(self, case: Case, implementation: Implementation | None) -> str | None:
+        """Why the case is not measured on this machine with this implementation, None if it is."""
+        return None
+
     @abstractmethod
     def operands(self, case: Case, seed: jax.Array, positive: jax.Array) -> tuple:
         """Operands of normal random numbers, or where `positive` their magnitudes; traced."""

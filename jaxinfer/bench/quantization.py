@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.bench.operation import Case, Operation, Work, float64, spread
+from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.quantize import BLOCK, Scheme, quantize, rms_norm_quantize, swiglu_quantize
 
 _SCHEMES: dict[str, tuple[jnp.dtype, Scheme]] = {
@@ -13,6 +14,8 @@ _SCHEMES: dict[str, tuple[jnp.dtype, Scheme]] = {
     "int8": (jnp.dtype(jnp.int8), "row"),
 }
 _FUNCTIONS = ("plain", "rms_norm", "swiglu")
+_BESIDE: dispatch.Kernel = "triton" if dispatch.BY_DEFAULT[0] == "mosaic" else "mosaic"
+"""The kernel that users do not get; its forms are named after it and stand beside the others."""
 _EPSILON = 1e-6
 _ROWS = 64
 
@@ -22,7 +25,12 @@ class Quantize(Operation):
 
     name = "quantize"
     sizes = ("M", "K")
-    forms = tuple(f"{function} {scheme}" for function in _FUNCTIONS for scheme in _SCHEMES)
+    forms = tuple(
+        f"{function} {scheme}{kernel}"
+        for function in _FUNCTIONS
+        for scheme in _SCHEMES
+        for kernel in ("", f" {_BESIDE}")
+    )
 
     def table(self):
         columns = {"plain": 7168, "rms_norm": 7168, "swiglu": 4096}
@@ -33,6 +41,11 @@ class Quantize(Operation):
             raise ValueError(f"quantize: expected K a multiple of {2 * BLOCK}, got {shape}")
         return super().cases(shape)
 
+    def left_out(self, case, implementation):
+        if not case.form.endswith(_BESIDE):
+            return None
+        return dispatch.why_absent(_BESIDE) if implementation is None else f"only {implementation} was asked for"
+
     def operands(self, case, seed, positive):
         key, key_weight = jax.random.split(jax.random.key(seed))
         x = jax.random.normal(key, case.shape, jnp.bfloat16)
@@ -42,8 +55,9 @@ class Quantize(Operation):
         return x, 1 + 0.1 * jax.random.normal(key_weight, case.shape[1:], jnp.bfloat16)
 
     def run(self, case, implementation, *operands):
-        function, form = case.form.split()
+        function, form, *kernel = case.form.split()
         dtype, scheme = _SCHEMES[form]
+        implementation = kernel[0] if kernel else implementation
         options = {"scheme": scheme, "dtype": dtype, "implementation": implementation}
         if function == "rms_norm":
             x, weight = operands
@@ -70,5 +84,5 @@ class Quantize(Operation):
     def work(self, case):
         m, k = case.shape
         written = k // 2 if case.form.startswith("swiglu") else k
-        scales = m * written // BLOCK if case.form.endswith("block") else m
+        scales = m * written // BLOCK if "block" in case.form else m
         return Work(flops=0.0, bytes=2.0 * m * k + m * written + 4 * scales)

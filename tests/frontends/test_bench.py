@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.bench import kernels, workers
+from jaxinfer.bench import kernels, quantization, workers
 from jaxinfer.bench.clocks import Clocks
 from jaxinfer.bench.hardware import PEAKS, floor_seconds
 from jaxinfer.bench.kernels import Measurement, Options, chosen_cases
@@ -25,6 +25,7 @@ from jaxinfer.bench.operation import Case, Published, Work, sets_of, spread
 from jaxinfer.bench.records import Records
 from jaxinfer.bench.report import largest_kernel, markdown, share_of_floor
 from jaxinfer.bench.timing import alone, measure
+from jaxinfer.kernels import dispatch
 from tests.frontends.test_commands import ROOT, run
 
 TINY = {
@@ -37,12 +38,17 @@ TINY = {
     "selection": (64, 16384, 4),
     "router": (8, 24, 128),
 }
-CASES = [case for name, shape in TINY.items() for case in OPERATIONS[name].cases(shape)]
+CASES = [
+    case
+    for name, shape in TINY.items()
+    for case in OPERATIONS[name].cases(shape)
+    if OPERATIONS[name].left_out(case, "reference") is None
+]
 
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2
+    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 * 3 * 3 + 4 + 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:
@@ -87,6 +93,7 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
         (Case("grouped_gemm", "int8", (1, 8, 64, 128)), 2 * 8 * 64 * 128, 8 * 128 + 64 * 128 + 2 * 512 + 4 * 72),
         (Case("quantize", "plain row", (8, 256)), 0, 8 * (2 * 256 + 256 + 4)),
         (Case("quantize", "swiglu block", (8, 512)), 0, 8 * (2 * 512 + 256 + 4 * 2)),
+        (Case("quantize", "swiglu block triton", (8, 512)), 0, 8 * (2 * 512 + 256 + 4 * 2)),
         # Queries 2 and 3 of three keys see two and three of them.
         (
             Case("mla_prefill", "bf16", (2, 3, 1)),
@@ -185,6 +192,8 @@ def test_mosaic_takes_the_default_cases(op: str) -> None:
     operation = OPERATIONS[op]
     seed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     for case in {case.form: case for case in operation.table()}.values():
+        if operation.left_out(case, "mosaic") is not None:
+            continue
         operands = jax.eval_shape(partial(operation.operands, case), *seed)
         result = jax.eval_shape(partial(operation.run, case, "mosaic"), *operands)
         jax.eval_shape(partial(operation.sample, case), operands, result)
@@ -408,6 +417,33 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(kernels, "fingerprint", lambda: "changed")
     Measurement(options(tmp_path)).run()
     assert [request["shape"] for request in asked] == [[4, 16, 2]] * 2 + [[8, 16, 2]] * 2
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_kernel_beside_that_of_users_is_measured_where_it_is_installed(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="a GPU")])
+    given = {"ops": ["quantize"], "shapes": ["quantize:8x512"]}
+    measurement = Measurement(options(tmp_path, **given, implementation="auto"))
+    forms = [case.form for case in measurement.cases]
+    assert "plain row" in forms and ("plain row triton" in forms) == installed
+    said = (
+        "Left out (jax_triton and triton, not installed (pip install 'jaxinfer[triton]')): quantize plain row triton 8x"
+    )
+    assert (said in measurement.report()) != installed
+    measurement = Measurement(options(tmp_path, **given, implementation="mosaic"))
+    assert len(measurement.cases) == 9 and "Left out (only mosaic was asked for): " in measurement.report()
+
+
+def test_a_form_that_names_a_kernel_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(quantization, "quantize", lambda x, **options: asked.append(options["implementation"]))
+    for form in ("plain row", "plain row triton"):
+        OPERATIONS["quantize"].run(Case("quantize", form, (8, 512)), None, jnp.zeros((8, 512)))
+    assert asked == [None, "triton"]
 
 
 def iter_of(*answers: dict) -> Iterator[tuple[int, dict]]:
