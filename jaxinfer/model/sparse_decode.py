@@ -73,7 +73,7 @@ def attend(
     page, offset, block = plan.shared
     shared = listed_keys(q, cache.latents, cache.place, page, offset, scale=scale)
     lse = jnp.logaddexp(near[1], shared.lse)
-    votes = all_gather(_shares(q, lse, plan, cache, batch, layout, policy, scale), head_axes, 1)
+    votes = _shares(q, lse, plan, cache, batch, layout, policy, head_axes, scale)
     found = jax.vmap(lambda votes, end: candidates(votes, plan.begin, end, policy.candidates))(votes, plan.end)
     known = jax.vmap(entries)(*found, plan.left[layer], plan.hottest[layer], plan.weights[layer])
     # Once, not for every pair that is compared.
@@ -119,13 +119,23 @@ def _listing(chosen, units, sizes, most):
     return jnp.sum(found, axis=1)
 
 
-def _shares(q, lse, plan, cache, batch, layout, policy, scale):
-    """The estimated share of every block for this rank's voting heads, `[B, V, NB]`, the same on all ranks of cp."""
-    ranks, group = layout.cp, policy.group
-    voters = voting_heads(q.shape[1], 1, policy.voters)[0]
+def _speaking(q, lse, plan, layer, policy, head_axes):
+    """Queries and log-sum-exps of the heads that vote, and the axes over which their votes are still to be gathered."""
+    if plan.voters is not None:
+        q, lse = (all_gather(array, head_axes, 1)[:, plan.voters[layer]] for array in (q, lse))
+        return q, lse, ()
+    ranks = lax.axis_size(head_axes) if head_axes else 1
+    voters = voting_heads(q.shape[1], 1, policy.voters // ranks)[0]
     # Mostly evenly spaced: a slice can be part of other kernels.
     even = q.shape[1] % len(voters) == 0
     q, lse = (array[:, :: q.shape[1] // len(voters)] if even else array[:, jnp.asarray(voters)] for array in (q, lse))
+    return q, lse, head_axes
+
+
+def _shares(q, lse, plan, cache, batch, layout, policy, head_axes, scale):
+    """The estimated share of every block for the voting heads, `[B, V, NB]`, the same on all ranks."""
+    ranks, group = layout.cp, policy.group
+    q, lse, head_axes = _speaking(q, lse, plan, cache.layer, policy, head_axes)
     top = lax.pmax(lse, "cp")
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     local = shift + jnp.log(lax.psum(jnp.exp(lse - shift), "cp"))
@@ -152,4 +162,5 @@ def _shares(q, lse, plan, cache, batch, layout, policy, scale):
         of_block = policy.block // piece
         found = found[..., : found.shape[-1] // of_block * of_block]
         found = jnp.max(found.reshape(batches, voters, -1, of_block), axis=3)
-    return jax.vmap(lambda best, lse, end: shares(best, lse, plan.begin, end))(found, local, plan.end)
+    found = jax.vmap(lambda best, lse, end: shares(best, lse, plan.begin, end))(found, local, plan.end)
+    return all_gather(found, head_axes, 1)

@@ -19,6 +19,7 @@ from jaxinfer.kernels.selection.hot import EPOCHS, epoch_masses, hottest
 from jaxinfer.model.batch import DecodeBatch
 from jaxinfer.model.policies import Policies
 from jaxinfer.model.sparse import reads_all, windows
+from jaxinfer.model.voters import Voters
 from jaxinfer.sharding.layout import Layout
 from jaxinfer.sharding.rules import Plan
 
@@ -29,6 +30,8 @@ class DecodePlan:
     """Of `B` sequences under one policy, on this rank.  A unit is of `unit` tokens (see there)."""
 
     policy: Hybrid = field(metadata={"static": True})
+    voters: jax.Array | None
+    """int32 `[layers, V]`, the heads that vote, of all ranks; None: evenly spread ones."""
     window: jax.Array
     """int32 `[B, N]`, the units of the cache that hold each window."""
     window_length: jax.Array
@@ -58,11 +61,15 @@ def decode_plans(
     others = [axis for axis in plan.axes("heads", heads) if axis != "cp"]
     rows = heads // math.prod(lax.axis_size(axis) for axis in others)
     return tuple(
-        decode_plan(cache, batch, rows, layout, policy) for policy in policies.distinct if isinstance(policy, Hybrid)
+        decode_plan(cache, batch, rows, layout, policy, voters)
+        for policy, voters in zip(policies.distinct, batch.sparse.voters, strict=True)
+        if isinstance(policy, Hybrid)
     )
 
 
-def decode_plan(cache: Cache, batch: DecodeBatch, heads: int, layout: Layout, policy: Hybrid) -> DecodePlan:
+def decode_plan(
+    cache: Cache, batch: DecodeBatch, heads: int, layout: Layout, policy: Hybrid, voters: Voters
+) -> DecodePlan:
     """`heads` are those of this rank."""
     sparse = (batch.positions >= 0) & ~reads_all(batch.positions, policy)
     first = jnp.where(sparse, windows(batch.positions, policy), 0)
@@ -73,6 +80,7 @@ def decode_plan(cache: Cache, batch: DecodeBatch, heads: int, layout: Layout, po
     hot = jax.vmap(lambda weights, end: hottest(weights, begin, end, policy.hot_blocks + policy.retrieve_blocks))
     return DecodePlan(
         policy=policy,
+        voters=voters.decode,
         window=in_cache(window, batch, layout, policy),
         window_length=length,
         window_schedule=decode_schedule(length, heads),

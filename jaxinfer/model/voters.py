@@ -16,8 +16,8 @@ class Voters(NamedTuple):
 
     prefill: Array
     """int32 `[layers, G, V]`, for each group of heads those that vote, ascending."""
-    decode: Array
-    """int32 `[layers, V]`, for all heads together."""
+    decode: Array | None
+    """int32 `[layers, V]`, for all heads together; None: evenly spread ones."""
     far: Array
     """bool `[layers, G]`, whether a group reads retrieved and hot blocks."""
 
@@ -34,7 +34,7 @@ def voters(policy: Hybrid, config: ModelConfig, profile: HeadProfile | None) -> 
         return np.broadcast_to(chosen, (layers, *chosen.shape))
 
     if profile is None:
-        return Voters(spread(groups), spread(1)[:, 0], np.ones((layers, groups), bool))
+        return Voters(spread(groups), None, np.ones((layers, groups), bool))
     scores = np.array(profile.scores)
 
     def best(groups: int) -> np.ndarray:

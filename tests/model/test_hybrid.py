@@ -1,11 +1,16 @@
 """The whole model with hybrid attention: neither chunks nor meshes nor neighbours show, and it can be dense."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.configs.attention import Hybrid, parse_policy
+from jaxinfer.configs.profile import PROFILE_FILE, HeadProfile
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.llm import LLM
+from tests.oracles import oracle
 
 GRID = "window=128,anchor_gap=64,sinks=64,block=64,hot_epoch=256,dense_below=256"
 EVERYTHING = f"hybrid:{GRID},candidates=32,retrieve_blocks=28"
@@ -93,6 +98,28 @@ def test_a_quantised_cache(kv: str):
         wanted = llm.logits(prompt(900))
     with opened(EVERYTHING, "cp=2", 64, kv=kv) as llm:
         np.testing.assert_allclose(llm.logits(prompt(900)), wanted, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_heads_of_a_profile_vote_on_every_mesh(tmp_path: Path):
+    """In prefill and decode: others than the evenly spread ones, wherever they lie."""
+    source = oracle("deepseek_v3")
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = open_checkpoint(source).config
+    scores = np.random.default_rng(0).random((config.num_layers, config.num_heads)).round(3)
+    ids, found = prompt(700), {}
+    sizes = {"max_context": 1024, "max_num_seqs": 1, "precision": "fp32"}
+    attention = FEW.replace("voters=4", "voters=2,head_groups=2")
+    for mesh, chunk in (("", 128), ("tp=2", 128), ("cp=2,tp=2", 64), (None, 128)):
+        profile = HeadProfile(scores=tuple(map(tuple, scores.tolist())), task="", length=1, samples=1)
+        profile.save(tmp_path / PROFILE_FILE) if mesh is not None else (tmp_path / PROFILE_FILE).unlink()
+        with LLM(model=str(tmp_path), mesh=mesh or "", attention=attention, chunk_size=chunk, **sizes) as llm:
+            found[mesh] = answers(llm, ids)
+    for mesh in ("tp=2", "cp=2,tp=2"):
+        np.testing.assert_allclose(found[mesh][0], found[""][0], atol=5e-5)
+        assert found[mesh][1] == found[""][1]
+    assert np.abs(found[None][0] - found[""][0]).max() > 1e-3
 
 
 @pytest.mark.slow

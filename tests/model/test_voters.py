@@ -21,7 +21,7 @@ PROFILE = HeadProfile(scores=SCORES, task="niah_single", length=4096, samples=2)
 def test_without_a_profile_voters_are_evenly_spread():
     found = voters(POLICY, CONFIG, None)
     assert found.prefill.tolist() == [[[0, 2], [4, 6]]] * 2
-    assert found.decode.tolist() == [[0, 2, 4, 6]] * 2
+    assert found.decode is None
     assert found.far.all() and found.far.shape == (2, 2)
 
 
