@@ -108,10 +108,13 @@ def test_heads_of_a_profile_vote_on_every_mesh(tmp_path: Path):
         (tmp_path / path.name).symlink_to(path)
     config = open_checkpoint(source).config
     scores = np.random.default_rng(0).random((config.num_layers, config.num_heads)).round(3)
-    ids, found = prompt(700), {}
-    sizes = {"max_context": 1024, "max_num_seqs": 1, "precision": "fp32"}
-    attention = FEW.replace("voters=4", "voters=2,head_groups=2")
-    for mesh, chunk in (("", 128), ("tp=2", 128), ("cp=2,tp=2", 64), (None, 128)):
+    ids, found = prompt(200), {}
+    sizes = {"max_context": 256, "max_num_seqs": 1, "precision": "fp32"}
+    attention = (
+        "hybrid:window=32,anchor_gap=32,sinks=32,block=32,hot_epoch=64,dense_below=64,candidates=3,voters=2,head_groups=2,"
+        "retrieve_blocks=1,hot_blocks=1"
+    )
+    for mesh, chunk in (("", 64), ("tp=2", 64), ("cp=2,tp=2", 32), (None, 64)):
         profile = HeadProfile(scores=tuple(map(tuple, scores.tolist())), task="", length=1, samples=1)
         profile.save(tmp_path / PROFILE_FILE) if mesh is not None else (tmp_path / PROFILE_FILE).unlink()
         with LLM(model=str(tmp_path), mesh=mesh or "", attention=attention, chunk_size=chunk, **sizes) as llm:
