@@ -102,7 +102,7 @@ def test_other_checkpoints_are_quantized_by_output_channels(name: str, precision
     assert_trees_equal(load(name, mesh, precision), load(name, "cp=1", precision))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_random_weights_are_the_plain_ones_quantized(precision: str):
     config = preset("tiny-random", {"hidden_size": 128, "moe_intermediate_size": 96, "num_layers": 3})
     specs = specs_on("cp=4,ep=2", config, precision=precision)
@@ -135,7 +135,9 @@ def test_constructed_weights():
         )
 
 
-@pytest.mark.parametrize("name, precision", [("deepseek_v3_fp8", "fp8"), ("deepseek_v3", "int8")])
+@pytest.mark.parametrize(
+    "name, precision", [("deepseek_v3_fp8", "fp8"), pytest.param("deepseek_v3", "int8", marks=pytest.mark.slow)]
+)
 def test_converted_folders_hold_what_they_were_quantized_to(name: str, precision: str, tmp_path: Path):
     config = convert(oracle(name), tmp_path / "out", precision=precision, mesh="cp=2")
     assert config.weight_block_size == ((128, 128) if precision == "fp8" else None)

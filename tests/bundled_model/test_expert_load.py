@@ -23,7 +23,9 @@ TEXTS = {
 BOUNDS = {"documentation": 1.5, "code": 2.0, "King James Version": 2.0}
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "documentation" else []) for n in TEXTS]
+)
 def test_no_expert_is_overloaded(name: str):
     encoder = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     ids = encoder.encode(TEXTS[name](), add_special_tokens=False).ids

@@ -50,6 +50,7 @@ def test_shares_add_up_and_follow_the_policy(llm: LLM, ids: list[int]):
     assert (by_group[0] >= by_group[1] - 1e-5).all()
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_look_far_read_nothing_far(llm: LLM, ids: list[int]):
     """Of heads 0 and 1, 2 and 3: by the head profile, layer by layer."""
     scores = ((0.0, 0.0, 0.0, 0.3), (0.0, 0.9, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0))

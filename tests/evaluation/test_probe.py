@@ -48,7 +48,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_every_value_is_found(mesh: str, precision: str) -> None:
     with opened(8192, mesh, precision) as llm:
         assert found(llm, lookups(512)) == LOOKUPS
-        if (mesh, precision) in (("", "fp32"), ("cp=8", "bf16")):
+        if (mesh, precision) == ("", "bf16"):
             assert found(llm, lookups(8192)) == LOOKUPS
 
 
@@ -60,7 +60,7 @@ def test_every_value_is_found_in_long_texts(mesh: str, precision: str) -> None:
         assert found(llm, lookups(32768)) == LOOKUPS
 
 
-@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [1.0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_weak_beta_fails_as_predicted(beta: float) -> None:
     """The answer's weight is a softmax over the right place, the near misses (one token less) and everything else."""
     sample, length = lookups(1024), 1024

@@ -111,7 +111,7 @@ INTERPRETED = {
 }
 
 
-SLOW = "fewer items than thread blocks", "nothing before the last block", "heads of 192"
+SLOW = "DeepSeek's heads", "fewer items than thread blocks", "nothing before the last block", "heads of 192"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in INTERPRETED])

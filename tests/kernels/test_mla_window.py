@@ -66,7 +66,7 @@ INTERPRETED = {
 }
 
 
-QUICK = "window", "DeepSeek's heads", "one query, one key", "shared keys", "held runs only"
+QUICK = "window", "one query, one key", "shared keys", "held runs only"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in INTERPRETED])

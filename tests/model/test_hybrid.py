@@ -18,6 +18,7 @@ FEW = f"hybrid:{GRID},candidates=6,voters=4,retrieve_blocks=2,hot_blocks=2"
 MASS = f"hybrid:{GRID},candidates=8,voters=4,retrieve_blocks=3,retrieve_mass=0.6,hot_blocks=2,head_groups=2"
 MIXED = f"{FEW},0=dense,2.retrieve_blocks=1,2.window=192"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LENGTH = 1100
 
 
 def opened(attention: str | Hybrid, mesh: str = "", chunk_size: int = 128, **options) -> LLM:
@@ -37,13 +38,13 @@ def answers(llm: LLM, ids: list[int]) -> tuple[np.ndarray, list[int]]:
 @pytest.fixture(scope="module")
 def dense() -> tuple[np.ndarray, list[int]]:
     with opened("dense") as llm:
-        return answers(llm, prompt(1900))
+        return answers(llm, prompt(LENGTH))
 
 
 @pytest.mark.parametrize("mesh", ["", pytest.param("cp=4", marks=pytest.mark.slow)])
 def test_budgets_for_everything_are_dense_attention(mesh: str, dense):
     with opened(EVERYTHING, mesh, 64 if mesh else 128) as llm:
-        logits, tokens = answers(llm, prompt(1900))
+        logits, tokens = answers(llm, prompt(LENGTH))
     np.testing.assert_allclose(logits, dense[0], atol=2e-5)
     assert tokens == dense[1]
 
@@ -55,10 +56,10 @@ def compare(attention: str, *others: tuple[str, int]) -> np.ndarray:
     """
     layers = {"overrides": {"num_layers": 4}} if attention == MIXED else {}
     with opened(attention, **layers) as llm:
-        wanted, tokens = answers(llm, prompt(1900))
+        wanted, tokens = answers(llm, prompt(LENGTH))
     for mesh, chunk in others:
         with opened(attention, mesh, chunk, shard_dense_weights=mesh == "cp=8", **layers) as llm:
-            logits, continued = answers(llm, prompt(1900))
+            logits, continued = answers(llm, prompt(LENGTH))
         np.testing.assert_allclose(logits, wanted, atol=2e-5, err_msg=f"{mesh} {chunk}")
         assert continued == tokens, (mesh, chunk)
     return wanted

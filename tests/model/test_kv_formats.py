@@ -102,7 +102,7 @@ def of_layers(kv: str, layers: int = LAYERS) -> tuple[KVFormat, ...]:
     [
         ("int8", "deepseek_v3", "cp=1"),
         pytest.param("int8", "deepseek_v2_lite", "cp=4", marks=pytest.mark.slow),
-        ("fp8_e4m3", "deepseek_v3", "cp=2"),
+        pytest.param("fp8_e4m3", "deepseek_v3", "cp=2", marks=pytest.mark.slow),
         pytest.param("fp8_e5m2", "deepseek_v3", "dp=2,cp=4", marks=pytest.mark.slow),
         pytest.param("int8", "deepseek_v3", "cp=4,ep=2", marks=pytest.mark.slow),
         ("int8,0-1=bf16,3=fp8_e4m3", "deepseek_v3", "cp=2"),

@@ -73,14 +73,19 @@ def test_prefill_passes_latents_on_and_nothing_gathers_the_cache(divided: LLM):
 
 
 @pytest.mark.parametrize(
-    "favourite", ["one expert takes every token", pytest.param("one expert is never chosen", marks=pytest.mark.slow)]
+    "favourite, meshes",
+    [
+        ("one expert takes every token", ["cp=4,ep=2"]),
+        pytest.param("one expert takes every token", ["cp=8", "tp=2,cp=4"], marks=pytest.mark.slow),
+        pytest.param("one expert is never chosen", ["cp=8", "cp=4,ep=2", "tp=2,cp=4"], marks=pytest.mark.slow),
+    ],
 )
-def test_unkind_routing(favourite: str):
+def test_unkind_routing(favourite: str, meshes: list[str]):
     """Dropless whatever the routing: the same logits as on one device."""
     overrides = {"experts_per_token": 1 if "every" in favourite else 2, "num_groups": 1, "groups_per_token": 1}
     ids = np.random.default_rng(0).integers(0, 256, 500).tolist()
     logits = {}
-    for mesh in ("cp=1", "cp=8", "cp=4,ep=2", "tp=2,cp=4"):
+    for mesh in ("cp=1", *meshes):
         with tiny(mesh, overrides) as llm:
             moe = llm.engine.runner.params["moe"]["moe"]
             bias = np.zeros(moe["router_bias"].shape, np.float32)
