@@ -17,12 +17,17 @@ from jaxinfer.configs.profile import PROFILE_FILE, HeadProfile
 from jaxinfer.eval import parse_length
 from jaxinfer.flags import parse_flags
 
-_MODEL = flags.DEFINE_string("model", None, "Folder of the model; the bundled one if it is not given.")
-_TASK = flags.DEFINE_enum("task", "niah_single", ["niah_single", "niah_single_uuid", "passkey"], "What is hidden.")
-_LENGTH = flags.DEFINE_string("length", "8k", "Tokens of a prompt, as in 4k.")
-_SAMPLES = flags.DEFINE_integer("samples", 16, "Prompts, at depths evenly spread.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, f"File to write; {PROFILE_FILE} in the model's folder if it is not given.")
-_SEED = flags.DEFINE_integer("seed", 0, "Draws the prompts.")
+FLAGS = flags.FLAGS
+
+
+def _define_flags() -> None:
+    """Not at import: other commands have flags of the same names."""
+    flags.DEFINE_string("model", None, "Folder of the model; the bundled one if it is not given.")
+    flags.DEFINE_enum("task", "niah_single", ["niah_single", "niah_single_uuid", "passkey"], "What is hidden.")
+    flags.DEFINE_string("length", "8k", "Tokens of a prompt, as in 4k.")
+    flags.DEFINE_integer("samples", 16, "Prompts, at depths evenly spread.", lower_bound=1)
+    flags.DEFINE_string("out", None, f"File to write; {PROFILE_FILE} in the model's folder if it is not given.")
+    flags.DEFINE_integer("seed", 0, "Draws the prompts.")
 
 
 def profile(model: str | None, task: str, length: int, samples: int, seed: int, out: Path | None) -> Path:
@@ -64,12 +69,13 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"expected flags only, got {' '.join(arguments[1:])}")
     try:
-        out = Path(_OUT.value) if _OUT.value else None
-        path = profile(_MODEL.value, _TASK.value, parse_length(_LENGTH.value), _SAMPLES.value, _SEED.value, out)
+        out = Path(FLAGS.out) if FLAGS.out else None
+        path = profile(FLAGS.model, FLAGS.task, parse_length(FLAGS.length), FLAGS.samples, FLAGS.seed, out)
     except (OSError, ValueError) as error:
         sys.exit(f"profile: {error}")
     print(path)
 
 
 if __name__ == "__main__":
+    _define_flags()
     app.run(main, flags_parser=parse_flags)

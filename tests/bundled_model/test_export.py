@@ -32,6 +32,7 @@ def exported(tmp_path_factory) -> tuple[Path, dict]:
     return folder / "model", params
 
 
+@pytest.mark.slow
 def test_weights_come_back(exported):
     folder, params = exported
     config = from_hf(SMALL)
@@ -58,6 +59,7 @@ def test_engine_computes_the_same(exported):
     np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_files(exported):
     folder, _ = exported
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -74,6 +74,7 @@ def test_learns_to_copy_and_keeps_the_experts_busy(config, tmp_path):
     assert int(state.step) == 200
 
 
+@pytest.mark.slow
 def test_gradient_of_the_chunked_loss(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK", 16)
     keys = jax.random.split(jax.random.key(0), 3)

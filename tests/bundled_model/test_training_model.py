@@ -65,6 +65,7 @@ def test_gates_are_those_of_the_engine(mtp_model):
     np.testing.assert_allclose(dense.reshape(100, -1), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clipping_bounds_the_scores(mtp_model):
     config, params, _, reference = mtp_model
     tokens = jnp.asarray(reference["input_ids"])[:1]

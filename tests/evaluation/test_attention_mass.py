@@ -71,6 +71,7 @@ def test_budgets_for_everything_miss_nothing(llm: LLM, ids: list[int]):
     assert row["layer"] == 2 and row["read of far"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_engine_samples_what_is_measured_here(llm: LLM, ids: list[int]):
     """`/metrics`: the last query of every step's part of a prompt, in the layers that select."""
     mass = attention_mass(llm, ids, [255, 511, 599], policy=FEW)

@@ -100,7 +100,7 @@ def of_layers(kv: str, layers: int = LAYERS) -> tuple[KVFormat, ...]:
 @pytest.mark.parametrize(
     "kv, name, mesh",
     [
-        ("int8", "deepseek_v3", "cp=1"),
+        pytest.param("int8", "deepseek_v3", "cp=1", marks=pytest.mark.slow),
         pytest.param("int8", "deepseek_v2_lite", "cp=4", marks=pytest.mark.slow),
         pytest.param("fp8_e4m3", "deepseek_v3", "cp=2", marks=pytest.mark.slow),
         pytest.param("fp8_e5m2", "deepseek_v3", "dp=2,cp=4", marks=pytest.mark.slow),
