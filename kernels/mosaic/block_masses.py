@@ -15,13 +15,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.mosaic.roles import copy_beside
+
 STEP = 64
 """Numbers of a latent that are multiplied at a time: rows of 128 bytes."""
 _WARPGROUPS, _WARPGROUP_ROWS = 2, 128
 TILE = _WARPGROUPS * _WARPGROUP_ROWS
 """Rows of a tile."""
 _STAGES = 4
-_MATH_REGISTERS, _COPY_REGISTERS = 232, 40
+_REGISTERS = 232, 40
+"""Of a thread of the math warpgroups, and of the copying one."""
 _WGMMA = plgpu.Layout.WGMMA
 _ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -135,18 +138,12 @@ def schedule(lists: jax.Array, num_blocks: int, most: int) -> tuple[jax.Array, j
 
 
 def _thread_block(shape, operands, out, scratch):
-    warpgroup = lax.axis_index("wg")
-
-    def copy():
-        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-        _copy(shape, operands, scratch)
-
-    def multiply():
-        plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
-        _multiply(shape, operands, out, scratch, warpgroup)
-
-    # Two branches of one: the assembler keeps to the limits only where no path leads from one role into the other.
-    lax.cond(warpgroup == _WARPGROUPS, copy, multiply)
+    copy_beside(
+        lambda warpgroup: _multiply(shape, operands, out, scratch, warpgroup),
+        lambda: _copy(shape, operands, scratch),
+        warpgroups=_WARPGROUPS,
+        registers=_REGISTERS,
+    )
 
 
 def _entry(operands, tile, place):

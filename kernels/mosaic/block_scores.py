@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.mosaic.roles import copy_beside
 from jaxinfer.kernels.tiles import SHARED_MEMORY
 
 ROWS = 64
@@ -33,7 +34,8 @@ _PIECES = 4
 _IN_REGISTERS = 2
 """Steps of rows that are held in registers at most: their products read less from shared memory."""
 _ALIGNMENT = 8
-_MATH_REGISTERS, _COPY_REGISTERS = 240, 24
+_REGISTERS = 240, 24
+"""Of a thread of the math warpgroups, and of the copying one."""
 _STAGE_BYTES = 128 * 1024
 """Shared memory for the index at most."""
 _PART = 1024
@@ -198,18 +200,12 @@ def _rows(pair, warpgroup):
 
 
 def _thread_block(shape, blocks, group, scale, operands, best, scratch):
-    warpgroup = lax.axis_index("wg")
-
-    def copy():
-        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-        _copy(shape, blocks, operands, scratch)
-
-    def score():
-        plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
-        _score(shape, blocks, group, scale, operands, best, scratch, warpgroup)
-
-    # Two branches of one: the assembler keeps to the limits only where no path leads from one role into the other.
-    lax.cond(warpgroup == _WARPGROUPS, copy, score)
+    copy_beside(
+        lambda warpgroup: _score(shape, blocks, group, scale, operands, best, scratch, warpgroup),
+        lambda: _copy(shape, blocks, operands, scratch),
+        warpgroups=_WARPGROUPS,
+        registers=_REGISTERS,
+    )
 
 
 def _copy(shape, blocks, operands, scratch):

@@ -21,6 +21,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.mosaic.roles import copy_beside
+
 ROWS = 64
 """Rows of a math warpgroup."""
 STEP = 32
@@ -34,7 +36,8 @@ _STAGES = 4
 _MOST_COLUMNS = 256
 """Of a tile: half as many accumulators, and as many sums, lie in the registers of a warpgroup."""
 _ALIGNMENT = 8
-_MATH_REGISTERS, _COPY_REGISTERS = 240, 24
+_REGISTERS = 240, 24
+"""Of a thread of the math warpgroups, and of the copying one."""
 _PART_STEPS = 2
 """What beginning and ending a part of K costs, in steps: for the choice of their number."""
 _WGMMA = plgpu.Layout.WGMMA
@@ -171,18 +174,12 @@ def _multiply(shape, operands):
 
 
 def _thread_block(shape, operands, sums, squares, scratch):
-    warpgroup = lax.axis_index("wg")
-
-    def copy():
-        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-        _copy(shape, operands, scratch)
-
-    def add():
-        plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
-        _add(shape, sums, squares, scratch, warpgroup)
-
-    # Two branches of one: the assembler keeps to the limits only where no path leads from one role into the other.
-    lax.cond(warpgroup == _WARPGROUPS, copy, add)
+    copy_beside(
+        lambda warpgroup: _add(shape, sums, squares, scratch, warpgroup),
+        lambda: _copy(shape, operands, scratch),
+        warpgroups=_WARPGROUPS,
+        registers=_REGISTERS,
+    )
 
 
 def _steps(shape):
