@@ -1,7 +1,7 @@
 """Runs tasks over lengths and depths, a record for each sample."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.engine.reads import SOURCES
 from jaxinfer.engine.step import Capacity
 from jaxinfer.evaluation.records import Records
 from jaxinfer.evaluation.scoring import Answer, ask, bits_per_byte, score_parts
@@ -89,10 +90,13 @@ def evaluate(llm: LLM, setting: Setting, todo: Sequence[Cell], settings: Setting
         for number, batch in enumerate(todo_batches):
             bar.set_postfix_str(f"{batch[0].task}, {batch[0].length} tokens")
             samples = [future.result() for future in prepared.pop()]
+            before = llm.engine.stats().reads
             # The next batch is written while the model answers this one.
             prepared += [prepare(following) for following in todo_batches[number + 1 : number + 2]]
-            for cell, sample, answer in zip(batch, samples, ask(llm, samples), strict=True):
-                records.add(cell.key(setting) | _result(sample, answer))
+            answers = ask(llm, samples)
+            read = attention_read(before, llm.engine.stats().reads)
+            for cell, sample, answer in zip(batch, samples, answers, strict=True):
+                records.add(cell.key(setting) | _result(sample, answer) | read)
             bar.update(len(batch))
 
 
@@ -108,6 +112,19 @@ def batches(todo: Sequence[Cell], capacity: Capacity) -> Iterator[list[Cell]]:
         batch.append(cell)
     if batch:
         yield batch
+
+
+def attention_read(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What hybrid attention read between two of an engine's statistics, on the mean of queries and layers: keys, and
+    the share of the softmax mass of sampled queries that lies in them (see `engine.reads`).  Empty for dense
+    attention."""
+    found = {name: after[name] - before.get(name, 0.0) for name in after}
+    means = {}
+    if queries := found.get("queries"):
+        means["keys_per_query"] = sum(found.get(source, 0.0) for source in SOURCES) / queries
+    if sampled := found.get("sampled"):
+        means["captured_mass"] = found["captured"] / sampled
+    return means
 
 
 def _result(sample: Sample, answer: Answer) -> dict[str, Any]:

@@ -22,6 +22,12 @@ _MEASURES = {
 _WORST = {"kl_max": max, "max_dlogit": max}
 """Measures of which a table shows the largest; of the others the mean."""
 
+_READ = (
+    ("keys_per_query", "Keys that a query read, mean over prompt, answer and layers", "{:,.0f}"),
+    ("captured_mass", "Share of the softmax mass that hybrid attention read, mean of sampled queries", "{:.3f}"),
+)
+"""Fields of a record, their tables' titles and formats."""
+
 
 def length_name(length: int) -> str:
     """8192 as 8K."""
@@ -75,6 +81,10 @@ def _scores(records: Sequence[Record]) -> list[str]:
             "task", perplexity, lambda r: r["task"], lambda g: f"{_mean(g, 'bits_per_byte'):.3f} ({len(g)})"
         )
         lines += [""]
+    for name, title, form in _READ:
+        read = [record for record in records if name in record]
+        if read:
+            lines += [f"{title}:", "", *_table("task", read, lambda r: r["task"], _mean_of(name, form)), ""]
     for task, parts in parts_with_depth(scored):
         lines += [f"{task} by depth:", "", *_table("depth", parts, lambda p: f"{p['depth']:.0%}", _mean_score), ""]
     return lines
@@ -82,6 +92,10 @@ def _scores(records: Sequence[Record]) -> list[str]:
 
 def _mean_score(group: Sequence[Record]) -> str:
     return f"{100 * _mean(group, 'score'):.1f} ({len(group)})"
+
+
+def _mean_of(name: str, form: str) -> Callable[[Sequence[Record]], str]:
+    return lambda group: form.format(_mean(group, name))
 
 
 def _mean(group: Sequence[Record], name: str) -> float:

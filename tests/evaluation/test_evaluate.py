@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.configs.engine import EngineOptions
 from jaxinfer.evaluation.comparison import compare, compare_batches, invariance_sample, without_record
-from jaxinfer.evaluation.evaluate import Cell, cells, evaluate, setting_of
+from jaxinfer.evaluation.evaluate import Cell, attention_read, cells, evaluate, setting_of
 from jaxinfer.evaluation.haystack import king_james
 from jaxinfer.evaluation.picture import draw
 from jaxinfer.evaluation.records import Records
@@ -124,3 +124,11 @@ def test_settings_hold_what_results_depend_on() -> None:
     options = EngineOptions(model="m", kv="bf16", max_context=999, max_num_seqs=3, overrides={})
     assert setting_of(options, {"chat": True}) == {"model": "m", "kv": "bf16", "chat": True}
     assert (length_name(8192), length_name(1 << 20), length_name(1000)) == ("8K", "1M", "1000")
+
+
+def test_what_attention_read_is_of_the_queries_between() -> None:
+    before = {"queries": 10.0, "window": 900.0, "all": 5.0, "captured": 1.0, "sampled": 2.0}
+    after = {"queries": 14.0, "window": 1000.0, "all": 5.0, "hot": 60.0, "captured": 2.5, "sampled": 4.0}
+    assert attention_read(before, after) == {"keys_per_query": 40.0, "captured_mass": 0.75}
+    assert attention_read({}, {}) == {}
+    assert attention_read(after, after) == {}
