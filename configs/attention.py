@@ -42,7 +42,8 @@ class Hybrid:
     head_groups: int = 4
     """Groups of neighbouring heads with lists of their own, in prefill; decode has one list for all heads."""
     probes: int = 4
-    """Queries of a query block that speak for it."""
+    """Queries of a query block that speak for it; more in models of fewer heads than `voters`, so that as many pairs
+    of query and head speak, all queries at most."""
     voters: int = 32
     """Heads, of all groups together, that speak for their group; where there are fewer, all do.  Those that look far
     away most, where the model has a head profile (`python -m jaxinfer.profile`), else evenly spread."""
@@ -152,14 +153,17 @@ class Hybrid:
     def for_model(self, heads: int, latent_dim: int) -> "Hybrid":
         """The policy for a model of so many heads and numbers of a latent.
 
-        It has as many groups of heads as divide both, and an index of no more numbers than there are.
+        It has as many groups of heads as divide both, an index of no more numbers than there are, and the more probes
+        the fewer heads can vote.
         """
         entries = tuple(
             (first, end, policy.for_model(heads, latent_dim) if isinstance(policy, Hybrid) else policy)
             for first, end, policy in self.layers
         )
         groups, size = math.gcd(self.head_groups, heads), min(self.index_dim, latent_dim)
-        return replace(self, head_groups=groups, index_dim=size, layers=entries)
+        voters = min(self.voters, heads)
+        probes = min(self.query_block, self.probes * (self.voters // voters))
+        return replace(self, head_groups=groups, index_dim=size, voters=voters, probes=probes, layers=entries)
 
 
 type Policy = Dense | Hybrid

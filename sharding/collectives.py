@@ -48,20 +48,24 @@ def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
     return out, shift + jnp.log(total)
 
 
-def merge_over(out: jax.Array, lse: jax.Array, axis: str, scatter_heads: bool) -> jax.Array:
+def merge_over(out: jax.Array, lse: jax.Array, axis: str, scatter: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Merges the attention of all ranks of `axis`, each over its own keys.
 
-    Args: `out [batch, heads, v]` float32 and `lse [batch, heads]` float32 (0 and -inf where a rank saw no key).
-    With `scatter_heads` each rank keeps its piece of the heads, `[batch, heads / ranks, v]`; else all keep all.
+    Args: `out [rows, heads, v]` float32 and `lse [rows, heads]` float32 (0 and -inf where a rank saw no key).
+    Returns the pair for all keys; with `scatter` (0 rows, 1 heads) each rank's piece along that dimension, else all of
+    it on every rank.
     """
     if lax.axis_size(axis) == 1:
-        return out
+        return out, lse
     top = lax.pmax(lse, axis)
-    weight = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(lse - shift)
     total = lax.psum(weight, axis)
-    weight = weight / jnp.where(total == 0.0, 1.0, total)
-    weighted = out * weight[..., None]
-    return reduce_scatter(weighted, (axis,), 1) if scatter_heads else lax.psum(weighted, axis)
+    weighted = out * (weight / jnp.where(total == 0.0, 1.0, total))[..., None]
+    lse = shift + jnp.log(total)
+    if scatter is None:
+        return lax.psum(weighted, axis), lse
+    return reduce_scatter(weighted, (axis,), scatter), own_piece(lse, (axis,), scatter)
 
 
 def ring(visit: Callable, carry, block: Any, axis: str):

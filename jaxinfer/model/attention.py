@@ -12,6 +12,7 @@ from jaxinfer.configs.attention import Dense
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.kernels.cache_write import cache_write
 from jaxinfer.kernels.latents import expand, take_pages
+from jaxinfer.kernels.mla_cost import absorbed_is_cheaper
 from jaxinfer.kernels.mla_decode import decode_schedule, mla_decode
 from jaxinfer.kernels.mla_prefill import mla_prefill
 from jaxinfer.kernels.quantized import Activation, Weight
@@ -30,6 +31,8 @@ from jaxinfer.sharding.rules import Plan
 
 Rotations = tuple[jax.Array, jax.Array]
 """Cosines and sines of each token's position, float32 `[T, rope / 2]`."""
+LONG_CONTEXT = 65536
+"""Keys for which few queries choose their form: with fewer either is quick, and beyond the choice is the same."""
 
 
 def rotations(tables: tuple[jax.Array, jax.Array], positions: jax.Array) -> Rotations:
@@ -51,6 +54,23 @@ def _whole_lengths(batch, policy, layout):
     if not isinstance(policy, Dense):
         positions = jnp.where(sparse.reads_all(positions, policy), positions, -1)
     return layout.local_length(positions + 1, lax.axis_index("cp"), batch.homes)
+
+
+def absorbs_prefill(tokens: int, heads: int, config: ModelConfig) -> bool:
+    """Whether `tokens` queries on each rank read what is cached in the absorbed form, as decode does: the last words of
+    a long prompt, or the next turn of a conversation about it (see `kernels.mla_cost`).
+
+    Only where both forms have kernels: the reference of decode copies the keys of every query.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    sizes = {"nope": config.qk_nope_head_dim, "rope": config.qk_rope_head_dim, "v": config.v_head_dim}
+    return absorbed_is_cheaper(tokens, LONG_CONTEXT, heads=heads, kv_rank=config.kv_lora_rank, **sizes)
+
+
+def no_keys(tokens: int, heads: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Attention that has seen no key yet: output `[T, H, size]` and log-sum-exp `[T, H]`, the identity of `merge`."""
+    return jnp.zeros((tokens, heads, size), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
 
 
 class Attention(nnx.Module):
@@ -115,10 +135,13 @@ class Attention(nnx.Module):
         return self._output(out, plan), cache
 
     def _read_all(self, q, cache, batch, layout, positions, num_tiles):
-        """Attention of the queries at `positions` (-1: none) to every earlier position.
+        """Attention of the queries at `positions` (-1: none) to every earlier position, and its log-sum-exp."""
+        absorb = absorbs_prefill(q.shape[0], self.v_b.shape[0], self.config)
+        read = self._read_tiles_absorbed if absorb else self._read_tiles_expanded
+        return read(q, cache, batch, layout, positions, num_tiles)
 
-        Every tile of cached latents goes once around the cp ring, and the partial results merge by log-sum-exp.
-        """
+    def _read_tiles_expanded(self, q, cache, batch, layout, positions, num_tiles):
+        """Every tile of cached latents goes once around the cp ring, and the partial results merge by log-sum-exp."""
         scale = softmax_scale(self.config)
         tile_tokens = batch.tile_pages.shape[1] * layout.page_size
 
@@ -132,13 +155,32 @@ class Attention(nnx.Module):
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
                 latents = expand(block, self.dtype)
                 out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale, e4m3=self.e4m3)
-                return merge(partial[0], partial[1], out, lse)
+                return merge(*partial, out, lse)
 
             return ring(visit, partial, block, "cp")
 
-        tokens, heads, v = q.shape[0], self.v_b.shape[0], self.config.v_head_dim
-        nothing = jnp.zeros((tokens, heads, v), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
-        return lax.fori_loop(0, num_tiles, tile, nothing)
+        return lax.fori_loop(0, num_tiles, tile, no_keys(*q.shape[:2], self.config.v_head_dim))
+
+    def _read_tiles_absorbed(self, q, cache, batch, layout, positions, num_tiles):
+        """Every rank reads its own tiles of latents for the queries of all ranks, as decode does."""
+        nope, kv_rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        tile_tokens = batch.tile_pages.shape[1] * layout.page_size
+        q = all_gather(self._absorbed(q[..., :nope], q[..., nope:]), ("cp",), 0)
+        positions, segments = (all_gather(array, ("cp",), 0) for array in (positions, batch.segments))
+
+        def tile(index, partial):
+            segment, start = batch.tile_segment[index], batch.tile_start[index]
+            seen = layout.local_length(positions + 1, lax.axis_index("cp"), batch.homes[segment])
+            limit = jnp.where(segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
+            pages = jnp.broadcast_to(batch.tile_pages[index], (q.shape[0], batch.tile_pages.shape[1]))
+            where = cache.place, pages, limit
+            kinds = {"kv_rank": kv_rank, "scale": softmax_scale(self.config)}
+            out, lse = mla_decode(q[:, None], cache.latents, *where, **kinds)
+            return merge(*partial, out[:, 0], lse[:, 0])
+
+        read = lax.fori_loop(0, num_tiles, tile, no_keys(*q.shape[:2], kv_rank))
+        out, lse = merge_over(*read, "cp", scatter=0)
+        return einsum("thc,hvc->thv", out.astype(self.dtype), self.v_b).astype(jnp.float32), lse
 
     def decode(
         self,
@@ -158,12 +200,10 @@ class Attention(nnx.Module):
         q, cache = self._project(x, cache, layer, batch, rope, plan, policies)
         cache = sparse_decode.write_index(cache, layer, batch, policies)
         q_nope, q_rope = jnp.split(q, (self.config.qk_nope_head_dim,), axis=-1)
-        q_rope = apply_rope(q_rope, *(part[:, None] for part in rope))
-        # XLA on CPU has no bfloat16 product for "bhn,hnc->bhc".
-        absorbed = einsum("bhn,hnc->hbc", q_nope, self.k_b).swapaxes(0, 1)
+        q = self._absorbed(q_nope, apply_rope(q_rope, *(part[:, None] for part in rope)))
         head_axes = plan.axes("heads", self.config.num_heads)
         heads_over_cp = "cp" in head_axes
-        q = all_gather(jnp.concatenate((absorbed, q_rope), axis=-1), ("cp",) if heads_over_cp else (), 1)
+        q = all_gather(q, ("cp",) if heads_over_cp else (), 1)
         others = tuple(axis for axis in head_axes if axis != "cp")
         kinds = {"kv_rank": self.config.kv_lora_rank, "scale": softmax_scale(self.config)}
 
@@ -182,10 +222,16 @@ class Attention(nnx.Module):
             return merge(*dense, *chosen), part
 
         (out, lse), cache = policies.call(cache, layer, attend)
-        attended = merge_over(out, lse, "cp", scatter_heads=heads_over_cp)
+        attended, _ = merge_over(out, lse, "cp", scatter=1 if heads_over_cp else None)
         # Else XLA may round the kernel's partial results as well, and take a slice of them after.
         attended = lax.optimization_barrier(attended.astype(self.dtype))
         return self._output(einsum("bhc,hvc->bhv", attended, self.v_b), plan), cache
+
+    def _absorbed(self, q_nope, q_rope):
+        """Queries `[T, H, kv_rank + rope]` in the space of the latents."""
+        # XLA on CPU has no bfloat16 product for "thn,hnc->thc".
+        absorbed = einsum("thn,hnc->htc", q_nope, self.k_b).swapaxes(0, 1)
+        return jnp.concatenate((absorbed, q_rope), axis=-1)
 
     def _project(self, x, cache, layer, batch, rope, plan, policies):
         """Queries `[T, H, nope + rope]` of this rank's heads, not rotated, and the cache with the tokens' latents."""
