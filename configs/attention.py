@@ -179,11 +179,11 @@ PRESETS: dict[str, Hybrid] = {
 }
 """Budgets by name: about 7.0, 7.8 and 12.4 thousand keys a query on the mean of a prompt of a million tokens."""
 
-AUTO_DENSE_BELOW: int | None = None
+AUTO_DENSE_BELOW: int | None = 24576
 """The position from which on `auto` reads sparsely on a GPU; None: nowhere.
 
-A prompt's chunks are faster from about 24,576 on (`python -m tests.gpu.check_hybrid`, an H200, V3's width), but no
-preset keeps dense attention's recall beyond 32K (docs/benchmarks/hybrid.md): who wants the time asks for it by name."""
+From there a prompt's chunks are faster (`python -m tests.gpu.check_hybrid`, an H200, V3's width), and *balanced* finds
+what dense attention finds (docs/benchmarks/hybrid.md)."""
 
 
 def automatic_policy(max_context: int, dense_below: int | None = AUTO_DENSE_BELOW) -> Policy:

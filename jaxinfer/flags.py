@@ -83,7 +83,10 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "type of the products of dense attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds "
         "queries, keys, values and weights to e4m3",
     )
-    define_text("attention", f"which positions a query reads: auto, which is dense, or {POLICY_FORMS}")
+    define_text(
+        "attention",
+        f"which positions a query reads: auto, on a GPU dense below position 24,576 and balanced above, on CPU dense, or {POLICY_FORMS}",
+    )
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
     )

@@ -93,7 +93,7 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
         (Case("grouped_gemm", "int8", (1, 8, 64, 128)), 2 * 8 * 64 * 128, 8 * 128 + 64 * 128 + 2 * 512 + 4 * 72),
         (Case("quantize", "plain row", (8, 256)), 0, 8 * (2 * 256 + 256 + 4)),
         (Case("quantize", "swiglu block", (8, 512)), 0, 8 * (2 * 512 + 256 + 4 * 2)),
-        (Case("quantize", "swiglu block triton", (8, 512)), 0, 8 * (2 * 512 + 256 + 4 * 2)),
+        (Case("quantize", "swiglu block mosaic", (8, 512)), 0, 8 * (2 * 512 + 256 + 4 * 2)),
         # Queries 2 and 3 of three keys see two and three of them.
         (
             Case("mla_prefill", "bf16", (2, 3, 1)),
@@ -119,9 +119,9 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
         ),
         (
             Case("selection", "bf16", (64, 16384, 4)),
-            # 4 probes of 4 heads; 64 numbers for each group before the windows; 64 candidates of 128 keys.
-            2 * 16 * (64 * (95 + 95) * 32 + 576 * 2 * 64 * 128),
-            2 * 576 * (16384 + 2 * 16) + 2 * 64 * 4096 + 8 * 2 * 4 * 64,
+            # 32 probes of 4 heads; 64 numbers for each group before the windows; 64 candidates of 128 keys.
+            2 * 128 * (64 * (95 + 95) * 32 + 576 * 2 * 64 * 128),
+            2 * 576 * (16384 + 2 * 128) + 2 * 64 * 4096 + 8 * 2 * 4 * 64,
         ),
         (
             Case("router", "split", (8, 24, 128)),

@@ -127,7 +127,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, installed: bool, by_default: tuple[d
     """As on a Hopper GPU, with Triton installed or not."""
     monkeypatch.setattr(dispatch, "_no_hopper", lambda: None)
     monkeypatch.setattr(dispatch, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(dispatch, "BY_DEFAULT", by_default)
+    monkeypatch.setattr(dispatch, "BY_DEFAULT", {"quantize": by_default})
 
 
 AGAINST = ({"mosaic": None, "triton": None}, {"mosaic": "K is odd", "triton": None}, {"mosaic": "a", "triton": "b"})
@@ -146,13 +146,13 @@ AGAINST = ({"mosaic": None, "triton": None}, {"mosaic": "K is odd", "triton": No
 def test_the_first_kernel_that_can_runs(by_default, installed: bool, wanted, monkeypatch: pytest.MonkeyPatch):
     hopper(monkeypatch, installed, by_default)
     assert tuple(dispatch.choose("quantize", None, dict(against)) for against in AGAINST) == wanted
-    # An operation that Mosaic alone has goes on as before.
+    # Operations that are not named go on as before.
     assert [dispatch.choose("gemm", None, reason) for reason in (None, "K is odd")] == ["mosaic", "reference"]
 
 
 def test_without_a_gpu_no_kernel_runs_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "find_spec", lambda name: True)
-    monkeypatch.setattr(dispatch, "BY_DEFAULT", ("triton", "mosaic"))
+    monkeypatch.setattr(dispatch, "BY_DEFAULT", {"quantize": ("triton", "mosaic")})
     monkeypatch.setattr(dispatch, "_no_hopper", lambda: "the backend is cpu, not a GPU")
     assert dispatch.choose("quantize", None, {"mosaic": None, "triton": None}) == "reference"
 
