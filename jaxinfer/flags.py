@@ -8,7 +8,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxinfer.bundled import BUNDLED_NAMES
-from jaxinfer.configs.attention import POLICY_FORMS
+from jaxinfer.configs.attention import AUTO_DENSE_BELOW, POLICY_FORMS
 from jaxinfer.configs.engine import ATTENTION_DTYPES, DEFAULT_MODEL, PRECISIONS, WEIGHTS, EngineOptions
 from jaxinfer.configs.kv_format import KV_FORMS
 from jaxinfer.configs.presets import PRESET_NAMES
@@ -85,7 +85,8 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
     )
     define_text(
         "attention",
-        f"which positions a query reads: auto, on a GPU dense below position 24,576 and balanced above, on CPU dense, or {POLICY_FORMS}",
+        "which positions a query reads: auto, which is dense on CPU, and on a GPU balanced beyond position "
+        f"{AUTO_DENSE_BELOW:,}, or {POLICY_FORMS}",
     )
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"
