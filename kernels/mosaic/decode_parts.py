@@ -10,15 +10,18 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 TILE = 64
 """Keys of a tile; also rows of a thread block, as a warpgroup's matrix product has them."""
-_LOADS = 16
-"""Partial results that a thread block of the merge reads at a time."""
-_MERGERS = 512
+_LOADS = 32
+"""Partial results that a thread block of the merge reads at a time: the way to memory takes the time, not the bytes."""
+_COLUMNS = 128
+"""Numbers of a row that a thread block of the merge has, one for each thread."""
+_MERGERS = 1024
 """Thread blocks of the merge, about."""
 
 
@@ -61,6 +64,8 @@ class Schedule(NamedTuple):
     """int32 `[parts]`, the sequence that part begins in (of an empty part at the end of the line, the last)."""
     merged: jax.Array
     """int32 `[parts + 1]`: how many sequences are cut, then of each the first part that begins inside of it."""
+    pieces: jax.Array
+    """int32 `[parts]`, how many pieces each of these sequences is cut into."""
 
 
 def schedule(lengths: jax.Array, parts: int) -> Schedule:
@@ -92,7 +97,9 @@ def schedule(lengths: jax.Array, parts: int) -> Schedule:
     merging = (begin < cuts[:-1]) & (cuts[:-1] < begins[first + 1]) & (before <= begin)
     order = jnp.sum(merging[:, None] & (part[:-1, None] <= part[:-1]), axis=0, dtype=jnp.int32)
     merged = jnp.sum(jnp.where(merging & (order == part[1:, None]), part[:-1], 0), axis=1, dtype=jnp.int32)
-    return Schedule(begins, cuts, first, jnp.concatenate((order[-1:], merged)))
+    inside = (part >= merged[:, None]) & (cuts < begins[first[merged] + 1][:, None])
+    pieces = 1 + jnp.sum(inside, axis=1, dtype=jnp.int32)
+    return Schedule(begins, cuts, first, jnp.concatenate((order[-1:], merged)), pieces)
 
 
 def operands_of(shape, tiles_per_page, pages, layer, page_table, lengths, given):
@@ -205,18 +212,16 @@ def merge(shape, operands, out, lse):
     """Merges the partial results of each sequence that was cut, in place."""
     if shape.parts == 1:
         return out, lse
-    rows = shape.tokens * shape.heads
-    turns = max(1, _MERGERS // rows)
+    rows, columns = shape.tokens * shape.heads, shape.rank // _COLUMNS
+    turns = max(1, _MERGERS // (rows * columns))
 
     def body(operands, out, lse):
-        row = lax.axis_index("row")
+        row, column = lax.axis_index("row"), lax.axis_index("column")
+        part = pl.ds(column * _COLUMNS, _COLUMNS)
 
         def merge_sequence(number):
-            cut = operands["merged"][number + 1]
+            cut, pieces = operands["merged"][number + 1], operands["pieces"][number]
             sequence = operands["first"][cut]
-            end = operands["begins"][sequence + 1]
-            last = lax.while_loop(lambda index: operands["cuts"][index] < end, lambda index: index + 1, cut)
-            pieces = last - cut + 1
 
             def chunk(number, state):
                 """So many pieces, read at once; the weights are relative to the largest log-sum-exp so far."""
@@ -226,7 +231,7 @@ def merge(shape, operands, out, lse):
                     index = number * _LOADS + offset
                     last = jnp.minimum(index, pieces - 1)
                     piece = shape.batch + 2 * (cut - 1 + last) + jnp.where(last == 0, 1, 0)
-                    found.append((jnp.where(index < pieces, lse[piece, row], -jnp.inf), out[piece, row]))
+                    found.append((jnp.where(index < pieces, lse[piece, row], -jnp.inf), out[piece, row, part]))
                 new_top = functools.reduce(jnp.maximum, (one for one, _ in found), top)
                 shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
                 factor = jnp.exp(top - shift)
@@ -236,12 +241,15 @@ def merge(shape, operands, out, lse):
                     total, merged = total + weight, merged + weight * rows
                 return new_top, total, merged
 
-            init = jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros((shape.rank,), jnp.float32)
+            init = jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros((_COLUMNS,), jnp.float32)
             top, total, merged = lax.fori_loop(0, lax.div(pieces + _LOADS - 1, _LOADS), chunk, init)
             empty = total == 0.0
             divisor = jnp.where(empty, 1.0, total)
-            out[sequence, row] = merged / divisor
-            lse[sequence, row] = jnp.where(empty, -jnp.inf, top + jnp.log(divisor))
+            out[sequence, row, part] = merged / divisor
+
+            @pl.when(column == 0)
+            def _():
+                lse[sequence, row] = jnp.where(empty, -jnp.inf, top + jnp.log(divisor))
 
         def turn(number):
             merge_sequence(number)
@@ -250,11 +258,11 @@ def merge(shape, operands, out, lse):
         lax.while_loop(lambda number: number < operands["merged"][0], turn, lax.axis_index("turn"))
 
     out, lse = jax.new_ref(out), jax.new_ref(lse)
-    operands = {name: operands[name] for name in ("begins", "cuts", "first", "merged")}
+    operands = {name: operands[name] for name in ("first", "merged", "pieces")}
     plgpu.kernel(
         body,
-        grid=(rows, turns),
-        grid_names=("row", "turn"),
+        grid=(rows, columns, turns),
+        grid_names=("row", "column", "turn"),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",

@@ -86,7 +86,8 @@ def test_tokens_see_no_later_key():
 @pytest.mark.parametrize("parts", [1, 5, 66, 132])
 @pytest.mark.parametrize("lengths", [[0], [1, 524288, 70, 0, 4096], [4096] * 128, list(range(0, 6400, 50))])
 def test_schedule_covers_every_tile_and_balances(lengths: list[int], parts: int):
-    begins, cuts, first, merged = (np.asarray(x) for x in decode_parts.schedule(jnp.asarray(lengths, jnp.int32), parts))
+    schedule = decode_parts.schedule(jnp.asarray(lengths, jnp.int32), parts)
+    begins, cuts, first, merged, pieces = map(np.asarray, schedule)
     tiles = np.maximum(1, -(-np.asarray(lengths) // 64))
     np.testing.assert_array_equal(np.diff(begins), tiles)
     assert cuts[0] == 0 and cuts[-1] == tiles.sum() and np.all(np.diff(cuts) >= 0)
@@ -95,6 +96,7 @@ def test_schedule_covers_every_tile_and_balances(lengths: list[int], parts: int)
         assert cut == cuts[-1] or begins[sequence] <= cut < begins[sequence + 1]
     inside = [np.flatnonzero((start < cuts) & (cuts < stop)) for start, stop in itertools.pairwise(begins)]
     assert list(merged[1 : 1 + merged[0]]) == [found[0] for found in inside if len(found)]
+    assert list(pieces[: merged[0]]) == [len(found) + 1 for found in inside if len(found)]
 
 
 def lower(batch: int, tokens: int, heads: int, page_size: int, pages: int, width: int, layers: int = 61) -> str:
