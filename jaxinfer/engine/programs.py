@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.cache import Cache
-from jaxinfer.engine.sampling import sample, score
-from jaxinfer.model.batch import DecodeBatch, PrefillBatch, batch_specs, local
+from jaxinfer.engine.sampling import sample, score, unpack_rows
+from jaxinfer.model.batch import Form, unpack
 from jaxinfer.model.params import Tree
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.sharding.collectives import all_reduce
@@ -29,11 +29,12 @@ class Programs:
     """Jitted functions over global arrays; each is compiled once per shape of its batch.
 
     Attributes:
-        prefill: `(params, cache, tables, PrefillBatch) -> (cache, hidden [R, cp, T, d])`; takes the cache over.
+        prefill: `(params, cache, tables, packed, form) -> (cache, hidden [R, cp, T, d])` with a `PrefillBatch` as
+            `model.batch.pack` packs it; takes the cache over.
         rows: `(params, hidden, rank [R, W], index [R, W]) -> logits [R, W, vocab]`, float32: the logits of W rows of a
             prefill's output, each named by its rank and its index there; index -1 gives a row of no meaning.
-        decode: `(params, cache, tables, DecodeBatch) -> (cache, logits [R, B, vocab])`; takes the cache over.
-        sample: `jaxinfer.engine.sampling.sample`.
+        decode: `(params, cache, tables, packed, form) -> (cache, logits [R, B, vocab])`, likewise of a `DecodeBatch`.
+        sample: `jaxinfer.engine.sampling.sample`, of rows that are packed.
         score: `jaxinfer.engine.sampling.score`.
     """
 
@@ -46,10 +47,10 @@ class Programs:
         self._replica = rules.axes("replica", rules.mesh.replicas) or None
         self._context = rules.axes("context", rules.mesh.cp) or None
         options = _LIBRARY_PRODUCTS if mesh.devices.flat[0].platform != "cpu" else None
-        self.prefill = jax.jit(self._prefill, donate_argnums=1, compiler_options=options)
+        self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnums=4, compiler_options=options)
         self.rows = jax.jit(self._rows)
-        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=options)
-        self.sample = jax.jit(sample)
+        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnums=4, compiler_options=options)
+        self.sample = jax.jit(lambda logits, rows, rules: sample(logits, unpack_rows(rows), rules))
         self.score = jax.jit(score)
 
     def _spread(self, step: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -59,17 +60,16 @@ class Programs:
         """Float32 weights mean reference arithmetic: a GPU would otherwise round the operands to TF32."""
         return jax.default_matmul_precision("highest") if self._full_precision else nullcontext()
 
-    def _prefill(self, params, cache, tables, batch: PrefillBatch):
-        def step(params, cache, tables, batch):
-            plan = self._plans["prefill"]
-            hidden, cache = self._model.hidden(params, cache, tables, local(batch), self._layout, plan)
+    def _prefill(self, params, cache, tables, packed, form: Form):
+        def step(params, cache, tables, packed):
+            batch = unpack(packed, form)
+            hidden, cache = self._model.hidden(params, cache, tables, batch, self._layout, self._plans["prefill"])
             return cache, hidden[None, None]
 
-        specs = self._params, self._cache, PartitionSpec(), batch_specs(batch, self._rules)
+        by_rank = PartitionSpec(self._replica, self._context)
+        specs = self._params, self._cache, PartitionSpec(), by_rank
         with self._precision():
-            return self._spread(step, specs, (self._cache, PartitionSpec(self._replica, self._context)))(
-                params, cache, tables, batch
-            )
+            return self._spread(step, specs, (self._cache, by_rank))(params, cache, tables, packed)
 
     def _rows(self, params, hidden, rank, index):
         def step(params, hidden, rank, index):
@@ -82,15 +82,15 @@ class Programs:
         with self._precision():
             return self._spread(step, specs, by_replica)(params, hidden, rank, index)
 
-    def _decode(self, params, cache, tables, batch: DecodeBatch):
-        def step(params, cache, tables, batch):
-            plan = self._plans["decode"]
-            hidden, cache = self._model.hidden(params, cache, tables, local(batch), self._layout, plan)
+    def _decode(self, params, cache, tables, packed, form: Form):
+        def step(params, cache, tables, packed):
+            plan, batch = self._plans["decode"], unpack(packed, form)
+            hidden, cache = self._model.hidden(params, cache, tables, batch, self._layout, plan)
             return cache, self._model.logits(params, hidden, plan)[None]
 
-        specs = self._params, self._cache, PartitionSpec(), batch_specs(batch, self._rules)
+        specs = self._params, self._cache, PartitionSpec(), PartitionSpec(self._replica, self._context)
         with self._precision():
-            return self._spread(step, specs, (self._cache, PartitionSpec(self._replica)))(params, cache, tables, batch)
+            return self._spread(step, specs, (self._cache, PartitionSpec(self._replica)))(params, cache, tables, packed)
 
 
 def _spec(array: Any) -> PartitionSpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxinfer.cache import Cache, allocate
 from jaxinfer.configs.attention import Dense, Hybrid
@@ -18,9 +18,9 @@ from jaxinfer.engine.compilations import CompilationCounter
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.reads import ReadCounter
 from jaxinfer.engine.request import Sequence
-from jaxinfer.engine.sampling import Choice
+from jaxinfer.engine.sampling import Choice, pack_rows
 from jaxinfer.engine.step import Capacity, PrefillSegment, PromptRows, Sampled, SegmentResult, Step, StepResult
-from jaxinfer.model.batch import batch_specs
+from jaxinfer.model.batch import Batch, Form, pack
 from jaxinfer.model.params import Tree
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import Transformer
@@ -67,6 +67,9 @@ class Runner:
         self._eos_ids = config.eos_token_ids
         self.rules, self.mesh = rules, mesh
         self._batcher = Batcher(capacity, tile_tokens, policy, anchors)
+        ranks = capacity.replicas, capacity.layout.cp
+        self._by_rank = rules.sharding(mesh, ("replica", "context"), ranks)
+        self._by_replica = rules.sharding(mesh, ("replica",), ranks[:1])
         model = Transformer(config, precision, policy, formats)
         self._reads = ReadCounter(model.policies) if isinstance(policy, Hybrid) else None
         self._programs = Programs(model, params, rules, mesh, capacity.layout, self.cache)
@@ -124,23 +127,22 @@ class Runner:
         """A new cache, of zeros."""
         self.cache = allocate(self._cache_spec)
 
-    def _put(self, batch: Any) -> Any:
+    def _put(self, batch: Batch) -> tuple[jax.Array, Form]:
         """One transfer of all arrays of a batch."""
-        specs = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch, self.rules))
-        return jax.device_put(batch, specs)
+        packed, form = pack(batch, self.capacity.replicas, self.capacity.layout.cp)
+        return jax.device_put(packed, self._by_rank), form
 
     def _put_rows(self, arrays: Any) -> Any:
         """Arrays whose leading dimension is the replica."""
-        spec = self.rules.spec(("replica",), (self.capacity.replicas,))
-        return jax.device_put(arrays, NamedSharding(self.mesh, spec))
+        return jax.device_put(arrays, self._by_replica)
 
     def _run_prefill(self, packed: Packed) -> jax.Array:
-        self.cache, hidden = self._programs.prefill(self.params, self.cache, self.tables, self._put(packed.batch))
+        self.cache, hidden = self._programs.prefill(self.params, self.cache, self.tables, *self._put(packed.batch))
         return hidden
 
     def _run_decode(self, sequences: list[list[Sequence]], rows: int | None = None) -> jax.Array:
         batch = self._put(self._batcher.decode(sequences, rows))
-        self.cache, logits = self._programs.decode(self.params, self.cache, self.tables, batch)
+        self.cache, logits = self._programs.decode(self.params, self.cache, self.tables, *batch)
         return logits
 
     def _row_logits(self, hidden: jax.Array, places: list[list[tuple[int, int]]]) -> jax.Array:
@@ -154,7 +156,8 @@ class Runner:
         if with_rules is None:
             with_rules = any(needs_rules(sequence) for group in sequences for sequence in group)
         rules = logit_rules(sequences, width, self.capacity.vocab_size, self._eos_ids) if with_rules else None
-        choice = self._programs.sample(logits, *self._put_rows((sampling_rows(sequences, width), rules)))
+        rows = pack_rows(sampling_rows(sequences, width))
+        choice = self._programs.sample(logits, *self._put_rows((rows, rules)))
         for array in jax.tree.leaves(choice):
             array.copy_to_host_async()
         return choice

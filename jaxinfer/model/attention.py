@@ -64,8 +64,15 @@ def absorbs_prefill(tokens: int, heads: int, config: ModelConfig) -> bool:
     """
     if jax.default_backend() != "gpu":
         return False
-    sizes = {"nope": config.qk_nope_head_dim, "rope": config.qk_rope_head_dim, "v": config.v_head_dim}
-    return absorbed_is_cheaper(tokens, LONG_CONTEXT, heads=heads, kv_rank=config.kv_lora_rank, **sizes)
+    return absorbed_is_cheaper(
+        tokens,
+        LONG_CONTEXT,
+        heads=heads,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        v=config.v_head_dim,
+        kv_rank=config.kv_lora_rank,
+    )
 
 
 def no_keys(tokens: int, heads: int, size: int) -> tuple[jax.Array, jax.Array]:
@@ -155,11 +162,11 @@ class Attention(nnx.Module):
                 limit = jnp.where(batch.segments == segment, jnp.clip(seen - start, 0, tile_tokens), 0)
                 latents = expand(block, self.dtype)
                 out, lse = mla_prefill(q, latents, self.k_b, self.v_b, limit, scale=scale, e4m3=self.e4m3)
-                return merge(*partial, out, lse)
+                return merge(partial[0], partial[1], out, lse)
 
             return ring(visit, partial, block, "cp")
 
-        return lax.fori_loop(0, num_tiles, tile, no_keys(*q.shape[:2], self.config.v_head_dim))
+        return lax.fori_loop(0, num_tiles, tile, no_keys(q.shape[0], q.shape[1], self.config.v_head_dim))
 
     def _read_tiles_absorbed(self, q, cache, batch, layout, positions, num_tiles):
         """Every rank reads its own tiles of latents for the queries of all ranks, as decode does."""
@@ -176,10 +183,10 @@ class Attention(nnx.Module):
             where = cache.place, pages, limit
             kinds = {"kv_rank": kv_rank, "scale": softmax_scale(self.config)}
             out, lse = mla_decode(q[:, None], cache.latents, *where, **kinds)
-            return merge(*partial, out[:, 0], lse[:, 0])
+            return merge(partial[0], partial[1], out[:, 0], lse[:, 0])
 
-        read = lax.fori_loop(0, num_tiles, tile, no_keys(*q.shape[:2], kv_rank))
-        out, lse = merge_over(*read, "cp", scatter=0)
+        out, lse = lax.fori_loop(0, num_tiles, tile, no_keys(q.shape[0], q.shape[1], kv_rank))
+        out, lse = merge_over(out, lse, "cp", scatter=0)
         return einsum("thc,hvc->thv", out.astype(self.dtype), self.v_b).astype(jnp.float32), lse
 
     def decode(

@@ -4,11 +4,13 @@
 leading axes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxinfer.sharding.rules import Rules
@@ -122,6 +124,43 @@ def batch_specs[B: Batch](batch: B, rules: Rules) -> B:
         return rules.spec(axes, array.shape)
 
     return _map(spec, batch)
+
+
+class Form(NamedTuple):
+    """How the arrays of a batch lie in a packed one; hashable, so that a program can be compiled for it."""
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    """Of what one rank sees."""
+
+
+def pack(batch: Batch, replicas: int, cp: int) -> tuple[np.ndarray, Form]:
+    """All arrays of a batch in one, int32 `[R, cp, W]`: a transfer costs the host more than its bytes."""
+    parts = []
+
+    def flat(axes: tuple[str | None, ...], array: Array) -> np.ndarray:
+        """As one rank sees it; its numbers for all ranks go to `parts`."""
+        array = np.asarray(array)
+        lead = [size if axis in axes else 1 for axis, size in (("replica", replicas), ("context", cp))]
+        inner = array.shape[len([axis for axis in axes if axis in ("replica", "context")]) :]
+        parts.append(np.broadcast_to(array.reshape(*lead, -1), (replicas, cp, math.prod(inner))))
+        if array.dtype != np.int32:
+            raise ValueError(f"expected batches of int32, got {array.dtype}")
+        return np.empty(inner, np.int32)
+
+    leaves, structure = jax.tree.flatten(_map(flat, batch))
+    return np.concatenate(parts, axis=2), Form(structure, tuple(leaf.shape for leaf in leaves))
+
+
+def unpack(packed: jax.Array, form: Form) -> Any:
+    """The batch that one rank sees inside a sharded step, from its part `[1, 1, W]` of the packed one."""
+    sizes = [math.prod(shape) for shape in form.shapes]
+    ends = np.cumsum(sizes)
+    numbers = packed.reshape(-1)
+    leaves = [
+        numbers[end - size : end].reshape(shape) for size, end, shape in zip(sizes, ends, form.shapes, strict=True)
+    ]
+    return jax.tree.unflatten(form.structure, leaves)
 
 
 def local[B: Batch](batch: B) -> B:

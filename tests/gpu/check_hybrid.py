@@ -255,7 +255,7 @@ def compile_steps(runner: Runner, chunk: int) -> dict[str, int]:
 
     def seconds(name: str) -> int:
         begin = time.monotonic()
-        getattr(programs, name).lower(runner.params, runner.cache, runner.tables, batches[name]).compile()
+        getattr(programs, name).lower(runner.params, runner.cache, runner.tables, *batches[name]).compile()
         return round(time.monotonic() - begin)
 
     with ThreadPoolExecutor(2) as pool:

@@ -62,8 +62,8 @@ def test_prefill_passes_latents_on_and_nothing_gathers_the_cache(divided: LLM):
     prefill_batch = runner._put(runner._batcher.prefill(nobody, 64).batch)
     decode_batch = runner._put(runner._batcher.decode(nobody, 4))
     programs, arguments = runner._programs, (runner.params, runner.cache, runner.tables)
-    prefill = programs.prefill.lower(*arguments, prefill_batch).compile().as_text()
-    decode = programs.decode.lower(*arguments, decode_batch).compile().as_text()
+    prefill = programs.prefill.lower(*arguments, *prefill_batch).compile().as_text()
+    decode = programs.decode.lower(*arguments, *decode_batch).compile().as_text()
     assert "collective-permute" in prefill
     one_layer = math.prod(runner.cache.latents[0].shape[1:])
     for program in (prefill, decode):
