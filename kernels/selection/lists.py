@@ -13,13 +13,14 @@ def ascending(blocks: Int[Array, "... N"]) -> Int[Array, "... N"]:
     return jnp.where(ordered == last, -1, ordered)
 
 
-_WIDE = 8
-"""Rows up to so many times as long as the list that is wanted of them are sorted whole."""
+_WIDE, _SHORT = 4, 128
+"""Rows up to so many times as long as the list that is wanted of them are sorted whole, and all up to so long: there
+it is the number of kernels that takes time.  With fewer than two times there might be fewer pieces than places."""
 
 
 def sorted_whole(k: int) -> int:
     """How long a row may be for `top_k` to sort it whole."""
-    return _WIDE * k
+    return max(_WIDE * k, _SHORT)
 
 
 def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kernels import dispatch
-from jaxinfer.kernels.mosaic import block_masses, block_scores
+from jaxinfer.kernels.mosaic import block_masses, block_scores, block_votes
 from jaxinfer.kernels.reference.rows import map_active
 from jaxinfer.kernels.selection.index import query_index
 from jaxinfer.kernels.selection.lists import sorted_whole
@@ -20,7 +20,6 @@ from jaxinfer.kernels.selection.scores import (
     exact_masses,
     group_logits,
     masses_of_blocks,
-    shares_of_best,
 )
 from jaxinfer.kernels.tiles import device
 
@@ -91,7 +90,7 @@ def retrieve(
     Raises: ValueError if Mosaic is asked for and cannot take the operands.
     """
     sizes = {"scale": scale, "block": block, "group": group, "probes": probes, "candidates": candidates}
-    reason = _reason_against(q, context, index, projection, block, block // group, probes * voting.shape[1])
+    reason = _reason_against(q, context, index, projection, block, block // group, probes, voting.shape[1])
     chosen = dispatch.choose("selection", implementation, reason)
     function = _by_kernels if chosen == "mosaic" else _by_query_blocks
     return function(q, valid, local_lse, (first, end), context, index, projection, free, voting, **sizes)
@@ -111,7 +110,9 @@ def workspace(
     scores = min(n * each, _SCORE_BYTES + each)
     rows = n * probes * voters * (2 * dim * 2 + 2 * index_dim * 4 + candidates * 4)
     tiles = num_blocks * per_block * index_dim * 4
-    return max(_LOGIT_BYTES, scores + scores // probes + rows + tiles + n * voters * 16 * sorted_whole(candidates))
+    # Votes are sorted when there are no scores any more.
+    found = scores // probes + max(scores, n * voters * 16 * sorted_whole(candidates))
+    return max(_LOGIT_BYTES, found + rows + tiles)
 
 
 def _score_bytes(rows, num_blocks):
@@ -119,14 +120,17 @@ def _score_bytes(rows, num_blocks):
     return 4 * rows * num_blocks
 
 
-def _reason_against(q, context, index, projection, block, per_block, rows):
+def _reason_against(q, context, index, projection, block, per_block, probes, voters):
     types = [array.dtype for array in (q, context, index, projection)]
     if any(dtype != jnp.bfloat16 for dtype in types):
         return "queries are {}, latents {}, their index {} and the projection {}, not bfloat16".format(*types)
     if 0 in q.shape or context.shape[0] == 0:
         return "there are no queries or no keys"
-    dim = q.shape[3]
-    return block_scores.reason_against(index.shape[1], per_block) or block_masses.reason_against(rows, block, dim)
+    return (
+        block_scores.reason_against(index.shape[1], per_block)
+        or block_votes.reason_against(probes)
+        or block_masses.reason_against(probes * voters, block, q.shape[3])
+    )
 
 
 def _by_query_blocks(
@@ -176,10 +180,8 @@ def _by_kernels(
         spoken = jnp.repeat(jnp.stack((first, end)), head_groups * probes * voters, axis=1)
         sizes = {"group": group, "scale": scale, "multiprocessors": multiprocessors}
         best = block_scores.block_scores(speaking.reshape(-1, index.shape[1]), of_blocks, *spoken, **sizes)
-        blocks = jnp.arange(best.shape[1])
-        eligible = (blocks >= first[:, None]) & (blocks < end[:, None])
-        best = jnp.where(eligible[:, None, None, None], best.reshape(*local_lse.shape, -1), -jnp.inf)
-        votes = jnp.max(shares_of_best(best, local_lse), axis=2)[..., :num_blocks]
+        sizes = {"num_blocks": num_blocks, "multiprocessors": multiprocessors}
+        votes = block_votes.block_votes(best, local_lse, first, end, **sizes)
 
         def of_group(votes, first, end):
             return candidate_blocks(votes, first, end, candidates)

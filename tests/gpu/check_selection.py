@@ -21,12 +21,12 @@ from jax import lax
 
 from jaxinfer.bench.timing import alone, measure
 from jaxinfer.configs.attention import Hybrid
-from jaxinfer.kernels.mosaic import block_masses, block_scores
+from jaxinfer.kernels.mosaic import block_masses, block_scores, block_votes
 from jaxinfer.kernels.mosaic.block_scores import Blocks
 from jaxinfer.kernels.selection import choice, hot, lists
 from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
-from jaxinfer.kernels.selection.scores import best_groups, candidate_blocks
+from jaxinfer.kernels.selection.scores import best_groups, candidate_blocks, shares_of_best
 from tests.gpu import workers
 
 MODULE = "tests.gpu.check_selection"
@@ -37,6 +37,8 @@ REPEATS = 12
 SCALE = 0.07
 PROCESSORS = 132
 LOGIT_BOUND, MASS_BOUND, FLIPS_BOUND = 2e-3, 2e-3, 5e-3
+VOTE_BOUND = 2e-5
+"""Relative: exponentials of up to -30 in float32."""
 RECORDED = 16
 
 
@@ -190,6 +192,43 @@ def check_level_1(size: Size, blocks: Blocks | None = None) -> dict[str, Any]:
     return verdict(good, f"logits {error:.1e}, repeats {same}", f"{LOGIT_BOUND}")
 
 
+def _scores(size: Size, end: np.ndarray):
+    """Operands of the votes: scores, not a number where a block may not be retrieved, and limits."""
+    policy, blocks = size.policy, jnp.arange(size.blocks)
+    lead = size.n, policy.head_groups, policy.probes, size.voters
+    eligible = (blocks >= 1) & (blocks < end[:, None])
+    logits = numbers((*lead, size.blocks), 5).astype(jnp.float32) * 3
+    best = jnp.where(eligible[:, None, None, None], logits, jnp.nan)
+    local_lse = numbers(lead, 3).astype(jnp.float32) + 10
+    return best.reshape(-1, size.blocks), local_lse, jnp.ones(size.n, jnp.int32), jnp.asarray(end, jnp.int32)
+
+
+def votes_of(size: Size) -> Callable:
+    return functools.partial(block_votes.block_votes, num_blocks=size.blocks, multiprocessors=PROCESSORS)
+
+
+def check_votes(size: Size) -> dict[str, Any]:
+    """Against the jnp form, for query blocks that may retrieve nothing to all."""
+
+    def compare(best, local_lse, first, end, votes):
+        del first, end
+        best = jnp.where(jnp.isnan(best), -jnp.inf, best).reshape(*local_lse.shape, -1)
+        wanted = jnp.max(shares_of_best(best, local_lse), axis=2)
+        return jnp.max(jnp.abs(votes - wanted) / jnp.maximum(wanted, 1e-12)), jnp.max(wanted)
+
+    ends = np.linspace(0, size.blocks, size.n).astype(np.int32)
+    make = jax.jit(functools.partial(_scores, size, ends)).lower().compile()
+    kernel = jax.jit(votes_of(size)).lower(*make.out_info).compile()
+    compare = jax.jit(compare).lower(*make.out_info, kernel.out_info).compile()
+    with alone(os.environ[LOCK], HELD_SECONDS):
+        operands = make()
+        votes = kernel(*operands)
+        error, most = map(float, compare(*operands, votes))
+        same = bool(jnp.all(kernel(*operands) == votes))
+    said = f"off by {error:.1e} of themselves, the largest {most:.2f}, repeats {same}"
+    return verdict(error <= VOTE_BOUND and same and most > 0, said, f"{VOTE_BOUND}")
+
+
 def check_level_2(size: Size) -> dict[str, Any]:
     """Some of the lists against float32."""
     policy = size.policy
@@ -323,6 +362,14 @@ def time_level_1(size: Size, blocks: Blocks) -> dict[str, Any]:
     return {"said": said, "flops": flops} | dataclasses.asdict(timing)
 
 
+def time_votes(size: Size) -> dict[str, Any]:
+    timing, words = timed(functools.partial(_scores, size, size.ends), votes_of(size))
+    moved = 4.0 * policy_rows(size) * (float(size.ends.sum()) + size.n * size.blocks / size.policy.probes)
+    seconds = sum(s for name, s in timing.kernels if "block_votes" in name) or timing.seconds
+    said = f"{seconds * 1e3:.3f} ms, {moved / seconds / 1e12:.2f} TB/s; {words}"
+    return {"said": said, "bytes": moved} | dataclasses.asdict(timing)
+
+
 def time_level_2(size: Size) -> dict[str, Any]:
     policy, listed = size.policy, lists_of(size)
     flops = 2.0 * size.rows * size.dim * policy.block * float((listed >= 0).sum())
@@ -397,6 +444,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {
         "check level 1, 64K": functools.partial(check_level_1, v3["64K"]),
         "check level 2, 64K": functools.partial(check_level_2, v3["64K"]),
+        "check votes, 512K": functools.partial(check_votes, v3["512K"]),
         "check candidates, 512K": functools.partial(check_candidates, v3["512K"]),
         "check retrieve, 64K": functools.partial(check_retrieve, dataclasses.replace(v3["64K"], n=48)),
     }
@@ -405,6 +453,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         f"time level 1, 512K, {name}": functools.partial(time_level_1, v3["512K"], blocks)
         for name, blocks in VARIANTS.items()
     }
+    found |= {f"time votes, {name}": functools.partial(time_votes, v3[name]) for name in ("512K", "1M", "64K")}
     found |= {
         "time level 2, 512K": functools.partial(time_level_2, v3["512K"]),
         "time level 2, 512K, 8 query blocks alike": functools.partial(
@@ -413,13 +462,15 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "time rest, 512K": functools.partial(time_rest, v3["512K"]),
     }
     found |= {
-        f"time candidates, 512K, {wide} times the list sorted": functools.partial(time_candidates, v3["512K"], wide)
-        for wide in (8, 4, 16, 64)
+        f"time candidates, {name}, {wide} times the list sorted": functools.partial(time_candidates, v3[name], wide)
+        for name, wide in [("512K", 4), ("512K", 8), ("512K", 16), ("64K", 4), ("64K", 8)]
     }
     found |= {
         "time retrieve, 64K in a program for 512K": functools.partial(
             time_retrieve, dataclasses.replace(v3["512K"], context=64 * K)
         ),
+        "check votes, 1M": functools.partial(check_votes, v3["1M"]),
+        "check votes, 2M, read twice": functools.partial(check_votes, Size(2 * K * K, n=64)),
         "check level 1, 1M": functools.partial(check_level_1, v3["1M"]),
         "check level 2, 1M": functools.partial(check_level_2, v3["1M"]),
         "check retrieve, 32K, 4 heads": functools.partial(check_retrieve, small),
@@ -439,7 +490,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     }
     found |= {
         "time retrieve, 128K, 4 heads": functools.partial(time_retrieve, Size(128 * K, heads=4, dim=320)),
-        "time retrieve, 1M, 4 times the list sorted": functools.partial(time_retrieve, v3["1M"], 4),
+        "time retrieve, 1M, 8 times the list sorted": functools.partial(time_retrieve, v3["1M"], 8),
         "time rest, 1M": functools.partial(time_rest, v3["1M"]),
     }
     return found

@@ -65,14 +65,13 @@ _PARTS: dict[ModuleType, dict[str, str]] = {
         "estimated_shares": "level 1",
         "candidate_blocks": "candidates",
         "exact_masses": "level 2",
-        "shares_of_best": "level 1",
         "masses_of_blocks": "level 2",
     },
     dense: {"mla_prefill": "dense", "take_pages": "gather", "merge": "merge", "cache_write": "projections"},
 }
 """Functions, as the modules that call them name them, and the part that their time counts for; the innermost decides.
 Those that a module no longer has are left out."""
-_KERNELS = {"block_scores": "level 1", "block_masses": "level 2"}
+_KERNELS = {"block_scores": "level 1", "block_votes": "level 1", "block_masses": "level 2"}
 """Kernels with names of their own that are a part by themselves."""
 _REST = "projections"
 

@@ -148,7 +148,7 @@ def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, voti
         shape((tokens,), jnp.bool_),
         shape(voting, jnp.int32),
     )
-    assert "block_scores" in lowered and "block_masses" in lowered
+    assert all(kernel in lowered for kernel in ("block_scores", "block_votes", "block_masses"))
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -162,3 +162,5 @@ def test_operands_that_do_not_fit_are_refused():
         retrieve(*case(2, 4, 4, 64, 12, 32), **sizes | {"block": 32}, implementation="mosaic")
     with pytest.raises(ValueError, match="blocks have 256 keys, not 64 or 128"):
         retrieve(*case(2, 4, 4, 64, 12, 256), **sizes | {"block": 256}, implementation="mosaic")
+    with pytest.raises(ValueError, match="there are 33 probes, more than 32"):
+        retrieve(*case(2, 33, 2, 64, 12, 64), **sizes | {"probes": 33}, implementation="mosaic")

@@ -209,11 +209,11 @@ def test_what_later_epochs_left_and_garbage_change_nothing():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 5]), st.sampled_from([np.float32, np.int32]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 20, 40]), st.sampled_from([np.float32, np.int32]))
 def test_top_of_long_rows(seed: int, k: int, dtype):
     """Also where many are equal, as the votes of blocks that nobody looks at are."""
     rng = np.random.default_rng(seed)
-    values = rng.integers(-1, int(rng.integers(1, 60)), size=(3, 357)).astype(dtype)
+    values = rng.integers(-1, int(rng.integers(1, 60)), size=(3, 1100)).astype(dtype)
     found, places = top_k(jnp.asarray(values), k)
     order = np.argsort(-values, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(places, order)
