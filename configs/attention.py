@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxinfer.configs.layers import layer_range
 
+_MOST_PROBES = 32
+"""Of a query block, where few heads vote: as many as the kernels of retrieval take."""
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -43,7 +46,7 @@ class Hybrid:
     """Groups of neighbouring heads with lists of their own, in prefill; decode has one list for all heads."""
     probes: int = 4
     """Queries of a query block that speak for it; more in models of fewer heads than `voters`, so that as many pairs
-    of query and head speak, all queries at most."""
+    of query and head speak, 32 at most."""
     voters: int = 32
     """Heads, of all groups together, that speak for their group; where there are fewer, all do.  Those that look far
     away most, where the model has a head profile (`python -m jaxinfer.profile`), else evenly spread."""
@@ -162,7 +165,7 @@ class Hybrid:
         )
         groups, size = math.gcd(self.head_groups, heads), min(self.index_dim, latent_dim)
         voters = min(self.voters, heads)
-        probes = min(self.query_block, self.probes * (self.voters // voters))
+        probes = max(self.probes, min(self.query_block, _MOST_PROBES, self.probes * (self.voters // voters)))
         return replace(self, head_groups=groups, index_dim=size, voters=voters, probes=probes, layers=entries)
 
 

@@ -30,6 +30,25 @@ def test_changes_in_one_line():
     assert (policy.min_retrieved, policy.max_retrieved) == (4, 16)
 
 
+@pytest.mark.parametrize(
+    ("text", "heads", "probes", "voters"),
+    [
+        ("balanced", 128, 4, 32),
+        ("balanced", 16, 8, 16),
+        ("balanced", 4, 32, 4),
+        ("fast", 4, 8, 4),
+        ("hybrid:query_block=128", 2, 32, 2),
+        ("hybrid:query_block=128,probes=64", 2, 64, 2),
+        ("hybrid:query_block=8,hot_epoch=256", 2, 8, 2),
+    ],
+)
+def test_fewer_heads_have_more_probes(text: str, heads: int, probes: int, voters: int):
+    policy = parse_policy(text)
+    assert isinstance(policy, Hybrid)
+    policy = policy.for_model(heads, 576)
+    assert (policy.probes, policy.voters) == (probes, voters) and policy.for_model(heads, 576) == policy
+
+
 def test_layers_of_their_own():
     policy = parse_policy("hybrid:0-2=dense,4.retrieve_blocks=48,4.candidates=80,window=1024,6-7.window=2048")
     assert isinstance(policy, Hybrid)
