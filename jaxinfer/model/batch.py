@@ -4,6 +4,7 @@
 leading axes.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -126,6 +127,11 @@ def batch_specs[B: Batch](batch: B, rules: Rules) -> B:
     return _map(spec, batch)
 
 
+_ALIGNED = 64
+"""Numbers that the parts of a packed batch begin at multiples of: 256 bytes.  XLA gives a kernel a part where it lies,
+and Mosaic takes no other addresses."""
+
+
 class Form(NamedTuple):
     """How the arrays of a batch lie in a packed one; hashable, so that a program can be compiled for it."""
 
@@ -133,32 +139,43 @@ class Form(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     """Of what one rank sees."""
 
+    @property
+    def begins(self) -> list[int]:
+        """Where each array begins, and where the last one ends."""
+        return [0, *itertools.accumulate(-(-math.prod(shape) // _ALIGNED) * _ALIGNED for shape in self.shapes)]
+
 
 def pack(batch: Batch, replicas: int, cp: int) -> tuple[np.ndarray, Form]:
-    """All arrays of a batch in one, int32 `[R, cp, W]`: a transfer costs the host more than its bytes."""
-    parts = []
+    """All arrays of a batch in one, int32 `[R, cp, W]`: a transfer costs the host more than its bytes.
 
-    def flat(axes: tuple[str | None, ...], array: Array) -> np.ndarray:
-        """As one rank sees it; its numbers for all ranks go to `parts`."""
+    Raises ValueError for arrays of another type.
+    """
+    arrays = []
+
+    def seen(axes: tuple[str | None, ...], array: Array) -> np.ndarray:
+        """Its shape as one rank sees it; what the ranks see goes to `arrays`."""
         array = np.asarray(array)
-        lead = [size if axis in axes else 1 for axis, size in (("replica", replicas), ("context", cp))]
-        inner = array.shape[len([axis for axis in axes if axis in ("replica", "context")]) :]
-        parts.append(np.broadcast_to(array.reshape(*lead, -1), (replicas, cp, math.prod(inner))))
         if array.dtype != np.int32:
             raise ValueError(f"expected batches of int32, got {array.dtype}")
+        lead = [size if axis in axes else 1 for axis, size in (("replica", replicas), ("context", cp))]
+        inner = array.shape[sum(axis in ("replica", "context") for axis in axes) :]
+        arrays.append(array.reshape(*lead, math.prod(inner)))
         return np.empty(inner, np.int32)
 
-    leaves, structure = jax.tree.flatten(_map(flat, batch))
-    return np.concatenate(parts, axis=2), Form(structure, tuple(leaf.shape for leaf in leaves))
+    leaves, structure = jax.tree.flatten(_map(seen, batch))
+    form = Form(structure, tuple(leaf.shape for leaf in leaves))
+    packed = np.zeros((replicas, cp, form.begins[-1]), np.int32)
+    for begin, array in zip(form.begins, arrays, strict=False):
+        packed[:, :, begin : begin + array.shape[2]] = array
+    return packed, form
 
 
 def unpack(packed: jax.Array, form: Form) -> Any:
     """The batch that one rank sees inside a sharded step, from its part `[1, 1, W]` of the packed one."""
-    sizes = [math.prod(shape) for shape in form.shapes]
-    ends = np.cumsum(sizes)
     numbers = packed.reshape(-1)
     leaves = [
-        numbers[end - size : end].reshape(shape) for size, end, shape in zip(sizes, ends, form.shapes, strict=True)
+        numbers[begin : begin + math.prod(shape)].reshape(shape)
+        for begin, shape in zip(form.begins, form.shapes, strict=False)
     ]
     return jax.tree.unflatten(form.structure, leaves)
 

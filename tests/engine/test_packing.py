@@ -27,6 +27,7 @@ def test_each_rank_sees_its_own():
     )
     packed, form = pack(batch, replicas, cp)
     assert packed.dtype == np.int32 and packed.shape[:2] == (replicas, cp) and hash(form) == hash(pack(batch, 2, 4)[1])
+    assert all(begin % 64 == 0 for begin in form.begins) and packed.shape[2] == form.begins[-1]
     for r in range(replicas):
         for rank in range(cp):
             shard = jax.tree.map(
