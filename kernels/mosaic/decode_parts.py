@@ -19,8 +19,8 @@ TILE = 64
 _START = 6
 """Tiles that the beginning of a sequence takes as long as: of 16 heads in bfloat16 a tile is 2.1 us, a beginning 13."""
 _LOADS = 16
-"""Partial results that a thread block of the merge reads at a time.  With 32, of 128 columns each for four times as many
-blocks, one sequence in 100 parts took 13 us instead of 16, but 16 sequences in nine parts 7.4 instead of 4.5."""
+"""Partial results that a thread block of the merge reads at a time.  With 32, of 128 columns each for four times as
+many blocks, one sequence in 100 parts took 13 us instead of 16, but 16 sequences in nine parts 7.4 instead of 4.5."""
 _MERGERS = 512
 """Thread blocks of the merge, about."""
 
