@@ -32,6 +32,7 @@ def in_order(
     Returns: `[N page_size cp / unit, ...]`, row `i` for the positions from `i unit` on; zeros after the last tile, and
     whatever the pages hold after the end of the sequence.
     """
+    dtype, array = array.dtype, words(array)
     rows, cp, stripe = tile_pages * layout.page_size // unit, layout.cp, layout.stripe // unit
     rest = array.shape[3:]
 
@@ -44,4 +45,18 @@ def in_order(
         return lax.dynamic_update_slice_in_dim(context, ordered, index * rows * cp, 0)
 
     whole = jnp.zeros((pages.shape[0] // tile_pages * rows * cp, *rest), array.dtype)
-    return lax.fori_loop(0, tiles, tile, whole)
+    return from_words(lax.fori_loop(0, tiles, tile, whole), dtype)
+
+
+def words(array: jax.Array) -> jax.Array:
+    """The numbers `[..., n]` as int32, where they are narrower and fill whole ones: XLA's gathers read and write one
+    element for each thread."""
+    size = 4 // array.dtype.itemsize
+    if size < 2 or array.shape[-1] % size:
+        return array
+    return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, size), jnp.int32)
+
+
+def from_words(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `words` was given."""
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype).reshape(*array.shape[:-1], -1)

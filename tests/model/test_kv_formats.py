@@ -23,6 +23,7 @@ from jaxinfer.engine.step import Capacity
 from jaxinfer.kernels.norm import rms_norm
 from jaxinfer.kernels.rope import apply_rope
 from jaxinfer.model import attention
+from jaxinfer.model.batch import pack
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import Transformer, parameter_specs
 from jaxinfer.sharding.layout import Layout
@@ -171,8 +172,8 @@ def lowered(kv: str) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
     programs = Programs(Transformer(config, precision, formats=kinds), params, rules, mesh, layout, cache)
     tables: Any = dict.fromkeys(("cos", "sin"), jax.ShapeDtypeStruct((512, config.qk_rope_head_dim // 2), jnp.float32))
     batcher = Batcher(capacity, 64)
-    prefill = programs.prefill.lower(params, cache, tables, batcher.prefill([[]], 64).batch)
-    decode = programs.decode.lower(params, cache, tables, batcher.decode([[]], 2))
+    prefill = programs.prefill.lower(params, cache, tables, *pack(batcher.prefill([[]], 64).batch, 1, 1))
+    decode = programs.decode.lower(params, cache, tables, *pack(batcher.decode([[]], 2), 1, 1))
     return prefill, decode
 
 

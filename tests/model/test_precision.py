@@ -18,6 +18,7 @@ from jaxinfer.engine.batching import Batcher
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.step import Capacity
 from jaxinfer.kernels import dispatch, quantized
+from jaxinfer.model.batch import pack
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import Transformer, parameter_specs
 from jaxinfer.sharding.layout import Layout
@@ -179,7 +180,7 @@ def lowered_prefill(config, precision: Precision, monkeypatch: pytest.MonkeyPatc
     programs = Programs(Transformer(config, precision), params, rules, mesh, layout, cache)
     table = jax.ShapeDtypeStruct((128, config.qk_rope_head_dim // 2), jnp.float32)
     batch = Batcher(capacity, 64).prefill([[]], 64).batch
-    traced = programs.prefill.trace(params, cache, {"cos": table, "sin": table}, batch)
+    traced = programs.prefill.trace(params, cache, {"cos": table, "sin": table}, *pack(batch, 1, 1))
     traced.lower(lowering_platforms=("cuda",))
     return traced.jaxpr.jaxpr
 
