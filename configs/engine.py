@@ -46,7 +46,8 @@ class EngineOptions:
     attention: str | Dense | Hybrid = "auto"
     """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto.
 
-    auto is dense on CPU; on a GPU it is `configs.attention.automatic_policy`, if pages and mesh allow for its grid.
+    auto is dense on CPU and on several devices; on one GPU it is `configs.attention.automatic_policy`, if the pages
+    allow for its grid.
     """
     max_context: int | None = None
     """Most tokens of a request, prompt and answer together; default: what the model has positions for."""

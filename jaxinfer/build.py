@@ -124,6 +124,10 @@ def _policy(options: EngineOptions, config: ModelConfig, rules: Rules, layout: L
     policy = options.policy
     if policy is None:
         policy = automatic_policy(options.max_context or config.max_positions) if on_gpu else DENSE
+        if rules.mesh.num_devices > 1 and policy != DENSE:
+            # From where on it is faster has been measured on one device, and so has what it finds.
+            log.info("attention is dense: expected one device for auto to read sparsely; ask for it by name")
+            return DENSE
     if isinstance(policy, Dense):
         return policy
     policy = policy.for_model(config.num_heads, config.latent_dim)

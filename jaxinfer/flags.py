@@ -85,8 +85,8 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
     )
     define_text(
         "attention",
-        "which positions a query reads: auto, which is dense on CPU, and on a GPU balanced beyond position "
-        f"{AUTO_DENSE_BELOW:,}, or {POLICY_FORMS}",
+        "which positions a query reads: auto, which is balanced beyond position "
+        f"{AUTO_DENSE_BELOW:,} on one GPU, else dense, or {POLICY_FORMS}",
     )
     flags.DEFINE_integer(
         "max_context", None, "most tokens of a request, prompt and answer together. Default: the model's positions"

@@ -1,15 +1,22 @@
 """The whole model with hybrid attention: neither chunks nor meshes nor neighbours show, and it can be dense."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxinfer.build import _policy
 from jaxinfer.checkpoint import open_checkpoint
-from jaxinfer.configs.attention import Hybrid, parse_policy
+from jaxinfer.configs.attention import AUTO_DENSE_BELOW, DENSE, PRESETS, Hybrid, parse_policy
+from jaxinfer.configs.engine import EngineOptions
+from jaxinfer.configs.presets import preset
 from jaxinfer.configs.profile import PROFILE_FILE, HeadProfile
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.llm import LLM
+from jaxinfer.sharding import mesh as meshes
+from jaxinfer.sharding.layout import Layout
+from jaxinfer.sharding.rules import Rules
 from tests.oracles import oracle
 
 GRID = "window=128,anchor_gap=64,sinks=64,block=64,hot_epoch=256,dense_below=256"
@@ -153,3 +160,20 @@ def test_a_policy_is_a_value():
 def test_refused(attention: str, mesh: str, chunk: int, words: str):
     with pytest.raises(ValueError, match=words):
         opened(attention, mesh, chunk)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "max_context", "on_gpu", "sparse"),
+    [
+        ("", 65536, True, True),
+        ("", AUTO_DENSE_BELOW, True, False),
+        ("", 65536, False, False),
+        ("cp=8", 65536, True, False),
+    ],
+)
+def test_auto_is_sparse_where_that_was_measured(mesh: str, max_context: int, on_gpu: bool, sparse: bool):
+    config, shape = preset("deepseek-v3", {}), meshes.parse(mesh)
+    options = EngineOptions(model="deepseek-v3", weights="random", max_context=max_context)
+    policy = _policy(options, config, Rules(shape), Layout(shape.cp, 64, 64), on_gpu)
+    wanted = PRESETS["balanced"].for_model(config.num_heads, config.latent_dim)
+    assert policy == (dataclasses.replace(wanted, dense_below=AUTO_DENSE_BELOW) if sparse else DENSE)
