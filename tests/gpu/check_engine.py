@@ -20,6 +20,8 @@ from jaxinfer.engine.runner import Runner
 from tests.oracles import oracle
 
 FIXTURES = ("deepseek_v3", "deepseek_v3_fp8", "deepseek_v2_lite")
+SHARE = {"memory_fraction": 0.15}
+"""Room for other checks beside."""
 LOGIT_TOLERANCE = 5e-5
 DIVERGENCE = 1e-3
 """Bound on a median KL divergence, in nats: other orders of summation in bfloat16, and 8 bits of a cache."""
@@ -43,7 +45,9 @@ def fixture_error(name: str, mesh: str) -> tuple[float, bool]:
     """Largest deviation of the logits, and whether the greedy continuation is the reference's."""
     reference = np.load(oracle(name) / "reference.npz")
     error, equal = 0.0, True
-    with LLM(model=str(oracle(name)), precision="fp32", mesh=mesh, chunk_size=32, page_size=16, max_num_seqs=1) as llm:
+    with LLM(
+        model=str(oracle(name)), precision="fp32", mesh=mesh, chunk_size=32, page_size=16, max_num_seqs=1, **SHARE
+    ) as llm:
         for row, ids in enumerate(reference["input_ids"]):
             error = max(error, float(np.abs(llm.logits(ids.tolist()) - reference["logits"][row]).max()))
             greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -65,6 +69,7 @@ def billion(mesh: str, prompt: list[int], rows: list[int], long_prompt: list[int
         mesh=mesh,
         max_context=131072,
         max_num_seqs=1,
+        **SHARE,
     ) as llm:
         ready = time.monotonic() - started
         logits = llm.logits(prompt, rows=rows)
@@ -78,7 +83,10 @@ def log_probabilities(prompt: list[int], rows: list[int], **options) -> np.ndarr
     """Of rows of a prompt, `[rows, vocab]`, with other options of the engine."""
     model = {"model": "deepseek-v3", "weights": "random", "overrides": BILLION, "precision": "bf16"}
     # Programs compile when they are first used: those of other steps never are.
-    with mock.patch.object(Runner, "compile"), LLM(**model, max_context=8192, max_num_seqs=1, **options) as llm:
+    with (
+        mock.patch.object(Runner, "compile"),
+        LLM(**model, max_context=8192, max_num_seqs=1, **SHARE, **options) as llm,
+    ):
         logits = llm.logits(prompt, rows=rows)
     gc.collect()
     return log_softmax(logits.astype(np.float64), axis=-1)

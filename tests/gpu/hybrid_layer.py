@@ -247,12 +247,15 @@ def part_of_kernels(program: str) -> dict[str, str]:
     return found
 
 
-def by_part(kernels: list[tuple[str, float]], part_of: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
+def by_part(
+    kernels: list[tuple[str, float]], part_of: dict[str, str]
+) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of each part, longest first, and of the kernels that no part is known of (such as cuBLAS's).
 
-    The latter are named with the part of the kernel before.
+    The latter are named with the part of the kernel before.  And the seconds of the kernels of each part.
     """
     parts: dict[str, float] = defaultdict(float)
+    of_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     strange: dict[str, float] = defaultdict(float)
     before = "nothing"
     own = sorted(part_of, key=len, reverse=True)
@@ -263,12 +266,13 @@ def by_part(kernels: list[tuple[str, float]], part_of: dict[str, str]) -> tuple[
             strange[f"{name[:60]} after {before}"] += seconds
         else:
             parts[part] += seconds
+            of_part[part][name] += seconds
             before = part
 
     def ordered(table: dict[str, float]) -> dict[str, float]:
         return dict(sorted(table.items(), key=lambda item: -item[1]))
 
-    return ordered(parts), ordered(strange)
+    return ordered(parts), ordered(strange), of_part
 
 
 def timed_calls(program: Callable, cache: Cache, arguments: Callable[[Cache], tuple]) -> Callable[[int], jax.Array]:
