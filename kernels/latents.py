@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.kernels.pages import copy_pages
 from jaxinfer.kernels.reference.quantize import AMAX_FLOOR, cast, scale_of
 
 
@@ -46,7 +47,7 @@ def expand(latents: Latents, dtype) -> jax.Array:
 
 def take_pages(cache: Latents, layer: Int[Array, ""], pages: Int[Array, "*pages"]) -> Latents:
     """The latents `[*pages, page_size, ...]` of pages of a cache `[layers, pages, page_size, ...]`."""
-    return jax.tree.map(lambda array: array.at[layer, pages].get(mode="clip"), cache)
+    return jax.tree.map(lambda array: copy_pages(array, layer, pages), cache)
 
 
 def page_size(cache: Latents) -> int:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.pages import copy_pages
 from jaxinfer.sharding.collectives import all_gather
 from jaxinfer.sharding.layout import Layout
 
@@ -29,34 +30,21 @@ def in_order(
         tiles: int32, how many tiles of pages are gathered, the same on all ranks of cp.
         home: int32, the rank of the sequence's first stripe.
 
-    Returns: `[N page_size cp / unit, ...]`, row `i` for the positions from `i unit` on; zeros after the last tile, and
-    whatever the pages hold after the end of the sequence.
+    Returns: `[N page_size cp / unit, ...]`, row `i` for the positions from `i unit` on; anything after
+    the last tile and after the end of the sequence.
     """
-    dtype, array = array.dtype, words(array)
+    if layout.cp == 1:
+        return copy_pages(array, layer, pages, tiles * tile_pages).reshape(-1, *array.shape[3:])
     rows, cp, stripe = tile_pages * layout.page_size // unit, layout.cp, layout.stripe // unit
     rest = array.shape[3:]
 
     def tile(index, context):
         here = lax.dynamic_slice_in_dim(pages, index * tile_pages, tile_pages)
-        own = array.at[layer, here].get(mode="clip").reshape(1, rows // stripe, stripe, *rest)
+        own = copy_pages(array, layer, here).reshape(1, rows // stripe, stripe, *rest)
         # The ranks in the order in which they take turns.
-        turns = jnp.roll(all_gather(own, ("cp",) if cp > 1 else (), 0), -home, axis=0)
+        turns = jnp.roll(all_gather(own, ("cp",), 0), -home, axis=0)
         ordered = turns.swapaxes(0, 1).reshape(rows * cp, *rest)
         return lax.dynamic_update_slice_in_dim(context, ordered, index * rows * cp, 0)
 
     whole = jnp.zeros((pages.shape[0] // tile_pages * rows * cp, *rest), array.dtype)
-    return from_words(lax.fori_loop(0, tiles, tile, whole), dtype)
-
-
-def words(array: jax.Array) -> jax.Array:
-    """The numbers `[..., n]` as int32, where they are narrower and fill whole ones: XLA's gathers read and write one
-    element for each thread."""
-    size = 4 // array.dtype.itemsize
-    if size < 2 or array.shape[-1] % size:
-        return array
-    return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, size), jnp.int32)
-
-
-def from_words(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `words` was given."""
-    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype).reshape(*array.shape[:-1], -1)
+    return lax.fori_loop(0, tiles, tile, whole)

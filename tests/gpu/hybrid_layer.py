@@ -71,7 +71,7 @@ _PARTS: dict[ModuleType, dict[str, str]] = {
 }
 """Functions, as the modules that call them name them, and the part that their time counts for; the innermost decides.
 Those that a module no longer has are left out."""
-_KERNELS = {"block_scores": "level 1", "block_votes": "level 1", "block_masses": "level 2"}
+_KERNELS = {"copy_pages": "gather", "block_scores": "level 1", "block_votes": "level 1", "block_masses": "level 2"}
 """Kernels with names of their own that are a part by themselves."""
 _REST = "projections"
 
