@@ -15,6 +15,7 @@ import numpy as np
 from jaxinfer.bench import workers
 from jaxinfer.bench.attention import Decode, Prefill
 from jaxinfer.bench.operation import Case, Operation, sets_of
+from jaxinfer.bench.pages import CopyPages
 from jaxinfer.bench.products import Gemm, GroupedGemm
 from jaxinfer.bench.quantization import Quantize
 from jaxinfer.bench.router import Router
@@ -24,7 +25,8 @@ from jaxinfer.bench.timing import alone, measure
 from jaxinfer.kernels.dispatch import Implementation
 
 OPERATIONS: dict[str, Operation] = {
-    op.name: op for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode(), Blocks(), Selection(), Router())
+    op.name: op
+    for op in (Gemm(), GroupedGemm(), Quantize(), Prefill(), Decode(), Blocks(), Selection(), Router(), CopyPages())
 }
 
 

@@ -80,3 +80,12 @@ def attention(tokens: int, keys: int, heads: int, qk: int, v: int, scale: float,
 
     work = Work(flops=2 * heads * (qk + v) * pairs, bytes=0)
     return _rotating(f"torch cuDNN{'' if causal else ', no mask'}", attend, operands, work)
+
+
+def copy_pages(form: str, order: np.ndarray, page: tuple[int, ...], sets: int) -> Peer | None:
+    """`index_select` of whole pages; none for 8 bits."""
+    if form != "bf16":
+        return None
+    operands = [(_numbers(form, len(order), *page),) for _ in range(sets)]
+    places = torch.tensor(order, device="cuda")
+    return _rotating("torch.index_select", lambda x: torch.index_select(x, 0, places), operands)
