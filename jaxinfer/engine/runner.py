@@ -1,7 +1,10 @@
 """The only border between host and device: scheduled steps in, sampled tokens out."""
 
 import logging
+import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -27,6 +30,9 @@ from jaxinfer.model.transformer import Transformer
 from jaxinfer.sharding.rules import Rules
 
 log = logging.getLogger(__name__)
+
+_MOST_COMPILERS = 8
+"""Programs that compile at a time on a GPU: tracing has one thread at a time, XLA and ptxas have the others."""
 
 
 class Runner:
@@ -77,24 +83,23 @@ class Runner:
         """Counts from the end of `compile` on: stays at 0."""
 
     def compile(self, progress: Any = None) -> None:
-        """Compiles every program for every shape that a step can have, by running each on an empty batch.
+        """Compiles every program for every shape that a step can have, and runs each on an empty batch.
 
-        `progress` is called with a line of text before each.
+        `progress` is called with lines of text about what goes on.
         """
         say = progress or (lambda text: None)
         replicas, width = self.capacity.replicas, self.capacity.max_segments
         nobody: list[list[Any]] = [[] for _ in range(replicas)]
         started = time.monotonic()
+        self._compile_steps(nobody, say)
         logits = None
         for tokens in self._batcher.prefill_buckets:
-            say(f"prefill of {tokens} tokens per rank")
             hidden = self._run_prefill(self._batcher.prefill(nobody, tokens))
             logits = self._row_logits(hidden, nobody)
+        say("sampling")
         for rows in self._batcher.decode_buckets:
-            say(f"decode of {rows} sequences")
             self._sample(self._run_decode(nobody, rows), nobody, rows)
             self._sample(self._run_decode(nobody, rows), nobody, rows, with_rules=True)
-        say("sampling")
         assert logits is not None
         for with_rules in (False, True):
             self._sample(logits, nobody, width, with_rules)
@@ -102,6 +107,35 @@ class Runner:
         jax.block_until_ready(self.cache)
         self.compilations = CompilationCounter()
         log.info("compiled all shapes in %.1f s", time.monotonic() - started)
+
+    def _compile_steps(self, nobody: list[list[Any]], say: Callable[[str], None]) -> None:
+        """Compiles prefill and decode of all shapes, several at a time; the first call of each finds it compiled."""
+        batcher, programs = self._batcher, self._programs
+        shapes: list[tuple[str, Any, Batch]] = [
+            *(
+                (f"prefill of {tokens} tokens per rank", programs.prefill, batcher.prefill(nobody, tokens).batch)
+                for tokens in batcher.prefill_buckets
+            ),
+            *(
+                (f"decode of {rows} sequences", programs.decode, batcher.decode(nobody, rows))
+                for rows in batcher.decode_buckets
+            ),
+        ]
+
+        def compile_one(shape: tuple[str, Any, Batch]) -> str:
+            name, program, batch = shape
+            program.lower(self.params, self.cache, self.tables, *self._put(batch)).compile()
+            return name
+
+        say(f"prefill and decode, {len(shapes)} shapes")
+        with ThreadPoolExecutor(_compilers(self.mesh)) as pool:
+            compiled = [pool.submit(compile_one, shape) for shape in shapes]
+            try:
+                for done, future in enumerate(as_completed(compiled), 1):
+                    say(f"{future.result()}, {done} of {len(shapes)}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def run(self, step: Step) -> StepResult:
         """Computes one step; raises what the device raises.
@@ -272,3 +306,8 @@ def _sampled(choice: Choice, r: int, n: int, logprobs: int | None) -> Sampled:
         top=top,
         finite=finite,
     )
+
+
+def _compilers(mesh: Mesh) -> int:
+    """How many programs compile at a time: one on CPU, whose compiler has all cores for it."""
+    return min(_MOST_COMPILERS, os.cpu_count() or 1) if mesh.devices.flat[0].platform == "gpu" else 1
