@@ -56,8 +56,11 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
     contexts = (4096, 2048) if small else (1048576, 524288, 65536, 262144)
     chunk, tile, repeats = (512, 256, 1) if small else (8192, 8192, 6)
     hybrid = parse_policy("hybrid:window=512,dense_below=512,candidates=32") if small else PRESETS["balanced"]
-    policies = {"hybrid": hybrid.for_model(config.num_heads, config.latent_dim), "dense": DENSE}
-    layers = {name: Layer(config, of, contexts[0], chunk, 64, tile, mesh) for name, of in policies.items()}
+    hybrid = hybrid.for_model(config.num_heads, config.latent_dim)
+    policies = {"hybrid": (hybrid, False), "hybrid fp8": (hybrid, True), "dense": (DENSE, False)}
+    layers = {
+        name: Layer(config, of, contexts[0], chunk, 64, tile, mesh, e4m3) for name, (of, e4m3) in policies.items()
+    }
     batches = {name: {c: of.batch(c) for c in contexts} for name, of in layers.items()}
 
     def ready(name: str) -> tuple[Callable, float]:
@@ -66,7 +69,7 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
         program = jax.jit(layers[name].step, donate_argnums=2).lower(*shapes).compile()
         return program, time.monotonic() - begin
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(layers)) as pool:
         programs = dict(zip(layers, pool.map(ready, layers), strict=True))
     temporary = {name: of.memory_analysis().temp_size_in_bytes / 1e9 for name, (of, _) in programs.items()}
     weights, tables = layers["dense"].weights(), {name: of.tables() for name, of in layers.items()}
@@ -81,7 +84,7 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
             call = timed_calls(program, cache, lambda cache, given=(tables[name], batch): (weights, x, cache, *given))
             finite = bool(jnp.all(jnp.isfinite(call(0))))
             del cache
-            timing = measure(call, jax.block_until_ready, repeats if name == "hybrid" else min(repeats, 2))
+            timing = measure(call, jax.block_until_ready, min(repeats, 2) if name == "dense" else repeats)
             parts, strange, kernels = by_part(timing.kernels, part_of_kernels(program.as_text()))
             say(
                 event="row",

@@ -73,7 +73,7 @@ _PARTS: dict[ModuleType, dict[str, str]] = {
 Those that a module no longer has are left out."""
 _KERNELS = {"copy_pages": "gather", "block_scores": "level 1", "block_votes": "level 1", "block_masses": "level 2"}
 """Kernels with names of their own that are a part by themselves."""
-_REST = "projections"
+_REST, _UNNAMED = "projections", "unnamed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Layer:
     page_size: int
     tile_tokens: int
     mesh: Mesh
+    e4m3: bool = False
+    """Whether retrieved blocks are multiplied in e4m3."""
 
     @property
     def layout(self) -> Layout:
@@ -98,7 +100,8 @@ class Layer:
 
     @functools.cached_property
     def precision(self) -> Precision:
-        return Precision.named("bf16", self.config, jnp.dtype(jnp.bfloat16), first_ffn=True)
+        named = Precision.named("bf16", self.config, jnp.dtype(jnp.bfloat16), first_ffn=True)
+        return dataclasses.replace(named, e4m3_attention=self.e4m3)
 
     @functools.cached_property
     def model(self) -> Transformer:
@@ -234,13 +237,14 @@ def part_of_kernels(program: str) -> dict[str, str]:
     XLA names kernels after their instructions; ours have names of their own, the last of the path, which are part of
     what the profiler calls them.
     """
-    found: dict[str, str] = {}
+    # Such as zeros that a loop begins with: XLA does not say for what.
+    found = {re.sub(r"[.\-]", "_", name): _UNNAMED for name in re.findall(r"%([\w.\-]+) = .* fusion\(", program)}
     for name, path in re.findall(r'%([\w.\-]+) = .*op_name="([^"]*)"', program):
         marks = re.findall(_MARK + r"(\w+)", path)  # inside of vmap(...), too
         part = marks[-1].replace("_", " ") if marks else _REST
         if own := re.search(r"(\w+)/mpmd_map$", path):
             # A hybrid layer's dense part holds the kernel that its window calls, and is not run at such lengths.
-            if found.get(own[1], "dense") == "dense":
+            if found.get(own[1], "dense") in ("dense", _UNNAMED):
                 found[own[1]] = _KERNELS.get(own[1], part)
         else:
             found[re.sub(r"[.\-]", "_", name)] = part
