@@ -262,7 +262,7 @@ def _any_large(_, sums, barrier):
     return mgpu.FragmentedArray.splat(found, shape=(), is_signed=True)
 
 
-def _e4m3(weights):
+def as_e4m3(weights):
     """Rounds to e4m3, each thread its own numbers: the columns of the result are in the order of `value_order`."""
 
     @plgpu.inline_mgpu(
@@ -366,7 +366,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             release_keys(0)
             weights, reference = weigh_by_largest(found, 0.0)
             total = jnp.where(limit > 0, _SUM, 0.0)
-            return lax.optimization_barrier(_e4m3(weights)), reference, total
+            return lax.optimization_barrier(as_e4m3(weights)), reference, total
 
         await_keys(0)
         weights, top, total = pl.run_scoped(first_tile, score_accumulator)
@@ -412,7 +412,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             result = result + found * across(gain, shape.v)
 
             def small_enough():
-                return _e4m3(new_weights), reference, part, top, total, result
+                return as_e4m3(new_weights), reference, part, top, total, result
 
             def weighed_again():
                 def scores_again(scores):
@@ -426,7 +426,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
                 reference = jnp.maximum(reference, top - _RANGE)
                 new_top = jnp.maximum(top, reference)
                 decay = jnp.exp2(top - new_top)
-                return _e4m3(weights), reference, part, new_top, total * decay, result * across(decay, shape.v)
+                return as_e4m3(weights), reference, part, new_top, total * decay, result * across(decay, shape.v)
 
             weights, reference, part, top, total, result = lax.cond(large != 0, weighed_again, small_enough)
             gain = jnp.exp2(reference - top)

@@ -5,13 +5,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.latents import expand
+from jaxinfer.kernels.reference.expansion import E4M3
 from jaxinfer.kernels.reference.mla_prefill import mla_prefill
+from jaxinfer.kernels.reference.quantize import cast, scale_of
 from jaxinfer.kernels.reference.rows import map_active
 
 _TILE = 512
 """Keys that the window expands at a time."""
 
 _SCORE_BYTES = 256 * 2**20
+
+_FLOOR = 2.0**-60
+"""Of what units of queries are made for: rotary parts over them stay in range."""
 
 _QUERY_BLOCKS = 8
 """Query blocks whose blocks are gathered at a time, and as many as their scores have room for."""
@@ -64,8 +69,13 @@ def mla_window(q, context, k_b, v_b, first, limit, shared, before, *, scale):
     return lax.fori_loop(start, end, visit, mla_prefill(q, shared, k_b, v_b, before, scale=scale))
 
 
-def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
-    """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time."""
+def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
+    """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time.
+
+    Of e4m3 the numbers are rounded first: with powers of two as units they are numbers of bfloat16 as well.
+    """
+    if unit is not None:
+        q, context = _rounded(q, context, kv_rank, unit)
     _, queries, heads, dim = q.shape
     groups, listed = blocks.shape[1:]
     keys, open_keys = context.reshape(-1, block, dim), free.reshape(-1, block)
@@ -87,6 +97,30 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
     each = listed * block * 4 * (queries * heads + groups * dim)
     batch = max(1, min(_QUERY_BLOCKS, _SCORE_BYTES // each))
     return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
+
+
+def queries_to_e4m3(latent):
+    """Queries' latent parts `[..., kv_rank]` in e4m3, over a power of two for each row, and that, float32 `[...]`."""
+    latent = latent.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(latent), axis=-1), _FLOOR)
+    unit = scale_of(largest, E4M3, power_of_two=True)
+    return cast(latent / unit[..., None], E4M3), unit
+
+
+def latents_to_e4m3(latents, unit):
+    """Latents over `unit` in e4m3, saturated."""
+    return cast(latents.astype(jnp.float32) / unit, E4M3)
+
+
+def _rounded(q, context, rank, unit):
+    """Queries and context with latent parts as e4m3 has them."""
+    latent, row_unit = queries_to_e4m3(q[..., :rank])
+    latent = latent.astype(jnp.float32) * row_unit[..., None]
+    keys = latents_to_e4m3(context[:, :rank], unit).astype(jnp.float32) * unit
+    return (
+        jnp.concatenate((latent.astype(q.dtype), q[..., rank:]), axis=-1),
+        jnp.concatenate((keys.astype(context.dtype), context[:, rank:]), axis=-1),
+    )
 
 
 def listed_keys(q, cache, layer, pages, offsets, *, scale):

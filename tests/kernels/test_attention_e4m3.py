@@ -58,7 +58,7 @@ def interpreted(capsys: pytest.CaptureFixture) -> Iterator[None]:
         with (
             patch.object(plgpu, "wgmma", any_wgmma),
             patch.object(attention_e4m3, "_any_large", any_large),
-            patch.object(attention_e4m3, "_e4m3", as_e4m3),
+            patch.object(attention_e4m3, "as_e4m3", as_e4m3),
             patch.object(primitives, "wgmma_accumulator_store", store),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         ):

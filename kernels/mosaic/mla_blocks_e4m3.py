@@ -1,0 +1,58 @@
+"""`mla_blocks` in e4m3 for Hopper: makes the operands of `block_attention_e4m3`, and runs it.
+
+Beside the products, making them moves, for `S` keys and `R` rows (queries times heads), `4 rank S` bytes of the context,
+read once and written as keys and as values, and `3 (rank + rope) R` of the queries.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.mosaic import mla_blocks as bfloat16
+from jaxinfer.kernels.mosaic.block_attention import Shape
+from jaxinfer.kernels.mosaic.block_attention_e4m3 import attend
+from jaxinfer.kernels.mosaic.decode_parts import TILE
+from jaxinfer.kernels.reference.mla_sparse import latents_to_e4m3, queries_to_e4m3
+
+
+def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multiprocessors, together=2):
+    """See `jaxinfer.kernels.mla_sparse`.
+
+    Args:
+        multiprocessors: number of thread blocks that run at a time.
+        together: thread blocks that share copies, where as many have the same list.
+    """
+    rows, shape = bfloat16.rows_of(q, blocks.shape[1], kv_rank, scale, together)
+    entries, counts, bias = bfloat16.lists(blocks, free, block)
+    operands = queries_of(shape, rows, unit) | keys_of(context, unit, kv_rank)
+    operands |= {"context": context, "entries": entries, "counts": counts, "bias": bias}
+    return bfloat16.by_query(q, shape, *attend(shape, operands, multiprocessors))
+
+
+def queries_of(shape: Shape, rows: jax.Array, unit: jax.Array) -> dict[str, jax.Array]:
+    """What the kernel reads of queries `[outer, heads of all lists, rank + rope]`, which are rounded.
+
+    Returns: `q` e4m3 `[outer, heads, rank]`, `q_rope` bfloat16 `[outer, heads, rope]` in the same unit, of a row and of
+    the keys, `factor` float32 `[lists, rows]`, by which products become scores of base 2, and `unit` float32 `[1]`.
+    """
+    q, row_unit = queries_to_e4m3(rows[..., : shape.rank])
+    row_unit = row_unit * unit
+    rope = rows[..., shape.rank :].astype(jnp.float32) / row_unit[..., None]
+    factor = (row_unit * shape.scale).reshape(-1, shape.queries, shape.groups, shape.heads).swapaxes(1, 2)
+    return {
+        "q": q,
+        "q_rope": rope.astype(jnp.bfloat16),
+        "factor": factor.reshape(shape.lists, -1),
+        "unit": unit.astype(jnp.float32).reshape(1),
+    }
+
+
+def keys_of(context: jax.Array, unit: jax.Array, rank: int) -> dict[str, jax.Array]:
+    """What the kernel reads of a context `[S, rank + rope]`.
+
+    Returns: `keys` e4m3 `[S, rank]`, the latents over `unit`, and `values` `[S / TILE, rank, TILE]`, the same by tile
+    with keys innermost, in the order of `value_order`: what a tile's copy reads lies in one piece.
+    """
+    keys = latents_to_e4m3(context[:, :rank], unit)
+    # Keys 2 t + l + 8 h of 16 stand at places 4 t + 2 h + l.
+    split = keys.reshape(-1, TILE // 16, 2, 4, 2, rank)
+    return {"keys": keys, "values": split.transpose(0, 5, 1, 3, 2, 4).reshape(-1, rank, TILE)}
