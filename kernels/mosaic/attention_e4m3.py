@@ -45,7 +45,7 @@ _SUM, _LARGEST = 12.0, 448.0
 """What the weights of a tile and query are to add up to, and the largest e4m3, which their sum must not pass."""
 _RANGE = 64.0
 """References of tiles stay within 2^64 of that of the sums."""
-_FIRST_NAMED_BARRIER = 8  # those before are Mosaic's
+FIRST_NAMED_BARRIER = 8  # those before are Mosaic's
 _LOG2_E = math.log2(math.e)
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -394,7 +394,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             def with_values(scores, values):
                 start_values(values, weights, last)
                 new_weights, part = weigh(seen(plgpu.wgmma_accumulator_load(scores, wait_n=1)), reference)
-                large = _any_large(part, _FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
+                large = _any_large(part, FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
 
                 @pl.when(large == 0)
                 def _():

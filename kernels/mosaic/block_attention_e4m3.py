@@ -12,9 +12,9 @@ FlashAttention-3 for what runs under what).  The other's tensor work fills what 
 
 **References.** What softmax subtracts from the scores of a row has to keep the weights within e4m3, 2^-9 to 448.  It
 goes from tile to tile, and from one warpgroup to the other beside the weights: kept while the largest weight is at most
-448, else set such that this is `2^_MARGIN`.  Sums are multiplied by the power of two of the difference in a branch that
-each warp takes for its own 16 rows.  As the chain goes one way no warpgroup waits for a maximum that is not yet there,
-as it would if both had to agree on the reference of a pair of tiles.
+448, else set such that this is `2^_MARGIN`.  Where a row's reference is raised, in a tile that tells the other warpgroup so,
+sums are multiplied by the power of two of the difference.  As the chain goes one way no warpgroup waits for a maximum
+that is not yet there, as it would if both had to agree on the reference of a pair of tiles.
 
 **Errors.** Weights are rounded to e4m3, their sum is of the unrounded ones; a weight below 2^-10 counts 0 in the
 output, which is less than 2^-16 of the row's largest.  The tensor cores keep about 14 bits while they add up products of
@@ -34,7 +34,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jaxinfer.kernels.mosaic.attention_e4m3 import as_e4m3
+from jaxinfer.kernels.mosaic.attention_e4m3 import FIRST_NAMED_BARRIER, as_e4m3
 from jaxinfer.kernels.mosaic.block_attention import (
     COPY_REGISTERS,
     MATH_REGISTERS,
@@ -74,6 +74,7 @@ def attend(shape, operands, multiprocessors):
         "weights": tiles((2, TILE, TILE), e4m3, TILE),
         "bias": plgpu.SMEM((2, TILE), jnp.float32),
         "references": plgpu.SMEM((2, TILE), jnp.float32),
+        "raised": plgpu.SMEM((2,), jnp.int32),
         "sums": plgpu.SMEM((2, TILE), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2 * (TILE // shape.run)),
         "q_empty": plgpu.Barrier(num_arrivals=2),
@@ -221,24 +222,32 @@ def _copy(shape, operands, scratch):
             plgpu.barrier_wait(scratch["values_empty"].at[place])
 
 
-@plgpu.inline_mgpu(
-    arg_types=(ROW, ROW), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-)
-def any_differ(_, first, second):
-    """1 in warps of whose 16 rows one has different numbers, else 0."""
-    i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
-    found = mgpu.c(0, i1)
-    for pair in zip(first.registers.flat, second.registers.flat, strict=True):
-        numbers = [vector.extract(register, dynamic_position=[], static_position=[0]) for register in pair]
-        found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.UNE, *numbers))
-    found = llvm.inline_asm(
-        i32,
-        [arith.extui(i32, found)],
-        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
-        "=r,r",
-        has_side_effects=True,
+def any_differ(first, second, barrier):
+    """1 if two arrays of a warpgroup's rows have different numbers anywhere, else 0; all four warps meet there.
+
+    `barrier` is the number of a named one.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW, ROW), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     )
-    return mgpu.FragmentedArray.splat(found, shape=(), is_signed=True)
+    def vote(_, first, second):
+        i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
+        found = mgpu.c(0, i1)
+        for pair in zip(first.registers.flat, second.registers.flat, strict=True):
+            numbers = [vector.extract(register, dynamic_position=[], static_position=[0]) for register in pair]
+            found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.UNE, *numbers))
+        found = llvm.inline_asm(
+            i32,
+            [arith.extui(i32, found)],
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; "
+            f"bar.red.or.pred p, {barrier}, 128, p; selp.u32 $0, 1, 0, p; }}",
+            "=r,r",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, shape=(), is_signed=True)
+
+    return vote(first, second)  # pyright: ignore[reportCallIssue]
 
 
 def _attend_half(shape, operands, out, lse, scratch, half):
@@ -266,22 +275,22 @@ def _attend_half(shape, operands, out, lse, scratch, half):
     def start_other(accumulator, zero):
         start_values(accumulator, other, scratch["weights"].at[other + zero], zero)
 
-    def raise_to(accumulator, total, before, after):
+    def rescale(accumulator, total, before, after, raised):
         """Makes sums relative to another reference; nothing may be multiplied meanwhile."""
         factor = jnp.exp2(before - after)
 
-        def raised():
+        @pl.when(raised != 0)
+        def _():
             found = plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
             accumulator[...] = found * across(factor, shape.half)
 
-        pl.when(any_differ(before, after) != 0)(raised)  # pyright: ignore[reportCallIssue]
         return total * factor
 
     def take_other(accumulator, total, reference):
         """Awaits the other's weights, and takes over their reference."""
         wait("weights_full", other)
         theirs = plgpu.load(scratch["references"].at[other], layout=ROW)
-        return raise_to(accumulator, total, reference, theirs), theirs
+        return rescale(accumulator, total, reference, theirs, scratch["raised"][other]), theirs
 
     def scores_of(entry, start_before):
         """Scores of the own tile; `start_before` starts the product of the tile before."""
@@ -335,21 +344,22 @@ def _attend_half(shape, operands, out, lse, scratch, half):
             if other_first:
                 total, reference = take_other(accumulator, total, reference)
                 start_other(accumulator, zero)
-            scores = scores * across(factor, TILE)
-            top = jnp.max(scores, axis=1)
+            top = jnp.max(scores, axis=1) * factor
             after = jnp.where(top > reference + _LARGEST, top - _MARGIN, reference)
-            weights = jnp.exp2(scores - across(after, TILE))
+            weights = jnp.exp2(scores * across(factor, TILE) - across(after, TILE))
             sums = jnp.sum(weights, axis=1)
             if other_first:
                 plgpu.wgmma_wait(0)
-                if half == 0:
-                    release(("values_empty", _place(half, other)))
-                else:  # the last tile's place holds the output first
-                    pl.when(index < count - 1)(lambda: release(("values_empty", _place(half, other))))
-            total = raise_to(accumulator, total, reference, after) + sums
+            raised = any_differ(reference, after, FIRST_NAMED_BARRIER + half)
+            if other_first:
+                arrive = functools.partial(plgpu.barrier_arrive, scratch["values_empty"].at[_place(half, other)])
+                # The last tile's place holds the output first.
+                arrive() if half == 0 else pl.when(index < count - 1)(arrive)
+            total = rescale(accumulator, total, reference, after, raised) + sums
             weights = lax.optimization_barrier(as_e4m3(weights))
             scratch["weights"].at[own][...] = weights
             scratch["references"].at[own][...] = after
+            scratch["raised"][own] = raised
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["weights_full"].at[own])
             return following, weights, after, total
