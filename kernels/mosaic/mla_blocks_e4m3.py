@@ -6,8 +6,10 @@ read once and written as keys and as values, and `3 (rank + rope) R` of the quer
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxinfer.kernels.mosaic import mla_blocks as bfloat16
+from jaxinfer.kernels.mosaic.attention_e4m3 import value_order
 from jaxinfer.kernels.mosaic.block_attention import Shape
 from jaxinfer.kernels.mosaic.block_attention_e4m3 import attend
 from jaxinfer.kernels.mosaic.decode_parts import TILE
@@ -52,7 +54,7 @@ def keys_of(context: jax.Array, unit: jax.Array, rank: int) -> dict[str, jax.Arr
     Returns: `keys` e4m3 `[S, rank]`, the latents over `unit`, and `values` `[S / TILE, rank, TILE]`, the same by tile
     with keys innermost, in the order of `value_order`: what a tile's copy reads lies in one piece.
     """
-    keys = latents_to_e4m3(context[:, :rank], unit)
-    # Keys 2 t + l + 8 h of 16 stand at places 4 t + 2 h + l.
-    split = keys.reshape(-1, TILE // 16, 2, 4, 2, rank)
-    return {"keys": keys, "values": split.transpose(0, 5, 1, 3, 2, 4).reshape(-1, rank, TILE)}
+    # Behind a barrier: fused with the rounding, XLA reads or writes the turned array a few bytes at a time.
+    keys = lax.optimization_barrier(latents_to_e4m3(context[:, :rank], unit))
+    moved = keys.reshape(-1, 16, rank)[:, value_order()].reshape(-1, TILE, rank)
+    return {"keys": keys, "values": moved.swapaxes(1, 2)}
