@@ -111,4 +111,4 @@ class Blocks(Operation):
         return Work(flops=2.0 * pairs * (LATENT + RANK), bytes=moved, flops_8_bit=eight)
 
     def published(self, case):
-        return _FLASH_MLA.get(case.shape)
+        return _FLASH_MLA.get(case.shape) if case.form == "bf16" else None

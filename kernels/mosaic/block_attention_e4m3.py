@@ -12,14 +12,15 @@ FlashAttention-3 for what runs under what).  The other's tensor work fills what 
 
 **References.** What softmax subtracts from the scores of a row has to keep the weights within e4m3, 2^-9 to 448.  It
 goes from tile to tile, and from one warpgroup to the other beside the weights: kept while the largest weight is at most
-448, else set such that this is `2^_MARGIN`.  Where a row's reference is raised, in a tile that tells the other warpgroup so,
-sums are multiplied by the power of two of the difference.  As the chain goes one way no warpgroup waits for a maximum
-that is not yet there, as it would if both had to agree on the reference of a pair of tiles.
+448, else set such that this is `2^_MARGIN`.  Where a row's reference is raised, sums are multiplied by the power of two
+of the difference, and the other warpgroup is told.  As the chain goes one way, no warpgroup waits for a maximum that is
+not yet there, as it would if both had to agree on the reference of a pair of tiles.
 
-**Errors.** Weights are rounded to e4m3, their sum is of the unrounded ones; a weight below 2^-10 counts 0 in the
-output, which is less than 2^-16 of the row's largest.  The tensor cores keep about 14 bits while they add up products of
-e4m3 (arXiv 2412.19437, section 3.3.2): the output is the sum over the whole list in one accumulator, and small by up to
-0.1 % to 0.7 % for 20 to 56 blocks of positive numbers.  Scores are off by up to about 2^-12 of a query's largest.
+**Errors.** Weights are rounded to e4m3, their sum is of the unrounded ones.  One up to 2^-10 counts 0 in the output,
+2^-16 of the row's largest at most; where the scores of a row differ by 0.02 and less, all weights may be rounded one
+way, by up to 1.5 %.  The tensor cores keep about 14 bits while they add up products of e4m3 (arXiv 2412.19437, section
+3.3.2): the output is the sum over the whole list in one accumulator, and may be small by 0.1 % to 0.7 % for 20 to 56
+blocks of positive numbers.  Scores are off by up to about 2^-12 of a query's largest.
 """
 
 import functools
@@ -240,8 +241,7 @@ def any_differ(first, second, barrier):
         found = llvm.inline_asm(
             i32,
             [arith.extui(i32, found)],
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; "
-            f"bar.red.or.pred p, {barrier}, 128, p; selp.u32 $0, 1, 0, p; }}",
+            f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, {barrier}, 128, p; selp.u32 $0, 1, 0, p; }}",
             "=r,r",
             has_side_effects=True,
         )

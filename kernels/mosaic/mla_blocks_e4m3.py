@@ -1,7 +1,7 @@
 """`mla_blocks` in e4m3 for Hopper: makes the operands of `block_attention_e4m3`, and runs it.
 
-Beside the products, making them moves, for `S` keys and `R` rows (queries times heads), `4 rank S` bytes of the context,
-read once and written as keys and as values, and `3 (rank + rope) R` of the queries.
+Beside the products, making them moves, for `S` keys and `R` rows (queries times heads), `5 rank S` bytes of the
+context, whose keys are read once more to be turned round, and `3 rank R + 4 rope R` of the queries.
 """
 
 import jax
@@ -13,7 +13,8 @@ from jaxinfer.kernels.mosaic.attention_e4m3 import value_order
 from jaxinfer.kernels.mosaic.block_attention import Shape
 from jaxinfer.kernels.mosaic.block_attention_e4m3 import attend
 from jaxinfer.kernels.mosaic.decode_parts import TILE
-from jaxinfer.kernels.reference.mla_sparse import latents_to_e4m3, queries_to_e4m3
+from jaxinfer.kernels.mosaic.mla_queries_e4m3 import round_queries
+from jaxinfer.kernels.reference.mla_sparse import latents_to_e4m3
 
 
 def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multiprocessors, together=2):
@@ -36,15 +37,15 @@ def queries_of(shape: Shape, rows: jax.Array, unit: jax.Array) -> dict[str, jax.
     Returns: `q` e4m3 `[outer, heads, rank]`, `q_rope` bfloat16 `[outer, heads, rope]` in the same unit, of a row and of
     the keys, `factor` float32 `[lists, rows]`, by which products become scores of base 2, and `unit` float32 `[1]`.
     """
-    q, row_unit = queries_to_e4m3(rows[..., : shape.rank])
-    row_unit = row_unit * unit
-    rope = rows[..., shape.rank :].astype(jnp.float32) / row_unit[..., None]
-    factor = (row_unit * shape.scale).reshape(-1, shape.queries, shape.groups, shape.heads).swapaxes(1, 2)
+    outer, heads, dim = rows.shape
+    unit = unit.astype(jnp.float32).reshape(1)
+    q, rope, factor = round_queries(rows.reshape(-1, dim), unit, shape.rank, shape.scale)
+    factor = factor.reshape(-1, shape.queries, shape.groups, shape.heads).swapaxes(1, 2)
     return {
-        "q": q,
-        "q_rope": rope.astype(jnp.bfloat16),
+        "q": q.reshape(outer, heads, -1),
+        "q_rope": rope.reshape(outer, heads, -1),
         "factor": factor.reshape(shape.lists, -1),
-        "unit": unit.astype(jnp.float32).reshape(1),
+        "unit": unit,
     }
 
 

@@ -99,12 +99,9 @@ def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
     return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
 
 
-def queries_to_e4m3(latent):
-    """Queries' latent parts `[..., kv_rank]` in e4m3, over a power of two for each row, and that, float32 `[...]`."""
-    latent = latent.astype(jnp.float32)
-    largest = jnp.maximum(jnp.max(jnp.abs(latent), axis=-1), _FLOOR)
-    unit = scale_of(largest, E4M3, power_of_two=True)
-    return cast(latent / unit[..., None], E4M3), unit
+def unit_of_row(largest):
+    """The power of two over which a query's latent part is rounded to e4m3, of the largest of its magnitudes."""
+    return scale_of(jnp.maximum(largest, _FLOOR), E4M3, power_of_two=True)
 
 
 def latents_to_e4m3(latents, unit):
@@ -114,8 +111,9 @@ def latents_to_e4m3(latents, unit):
 
 def _rounded(q, context, rank, unit):
     """Queries and context with latent parts as e4m3 has them."""
-    latent, row_unit = queries_to_e4m3(q[..., :rank])
-    latent = latent.astype(jnp.float32) * row_unit[..., None]
+    latent = q[..., :rank].astype(jnp.float32)
+    row_unit = unit_of_row(jnp.max(jnp.abs(latent), axis=-1, keepdims=True))
+    latent = (latent / row_unit).astype(E4M3).astype(jnp.float32) * row_unit
     keys = latents_to_e4m3(context[:, :rank], unit).astype(jnp.float32) * unit
     return (
         jnp.concatenate((latent.astype(q.dtype), q[..., rank:]), axis=-1),

@@ -23,12 +23,12 @@ UNIT = 0.5
 WIDE = Kind(n=2, queries=4, heads=64, masked=0.02)
 
 
-def compare(kind: Kind, given: tuple, capsys, monkeypatch, processors: int = 4, unit: float = UNIT):
+def compare(kind: Kind, given: tuple, capsys, monkeypatch, unit: float = UNIT, together: int = 2):
     """The bound is what rounds of the weights: 2^-4 at most, 2.6e-2 of their root mean square."""
     sizes = sizes_of(kind)
     monkeypatch.setattr(kernel, "as_e4m3", as_e4m3)
     monkeypatch.setattr(kernel, "any_differ", lambda first, second, _: jnp.any(first != second).astype(jnp.int32))
-    run = functools.partial(mosaic.mla_blocks, **sizes, multiprocessors=processors)
+    run = functools.partial(mosaic.mla_blocks, **sizes, multiprocessors=4, together=together)
     with interpreted(capsys, monkeypatch):
         out, lse = jax.block_until_ready(jax.jit(run)(*given, jnp.float32(unit)))
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
@@ -56,6 +56,12 @@ COMMON = list(SHAPES)[:2]
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COMMON else [pytest.mark.slow]) for n in SHAPES])
 def test_kernel_against_reference(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     compare(SHAPES[name], case(SHAPES[name]), capsys, monkeypatch)
+
+
+@pytest.mark.slow
+def test_clusters_of_four(capsys, monkeypatch):
+    kind = dataclasses.replace(WIDE, queries=8, masked=0.0)
+    compare(kind, case(kind), capsys, monkeypatch, together=4)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +124,16 @@ def test_reference_is_attention_of_rounded_numbers():
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e4])
-def test_operands_make_the_scores_of_the_reference(size: float):
+def test_operands_make_the_scores_of_the_reference(size: float, capsys, monkeypatch):
     """Whatever the size of the queries, and of a row whose latent part is 0."""
     kind = Kind(n=1, queries=8, heads=16)
     q, context, _, _ = case(dataclasses.replace(kind, n=2))
     q = jnp.where(jnp.arange(8)[:, None, None] == 3, q * (jnp.arange(kind.rank + ROPE) >= kind.rank), q)[:1] * size
     q, context = q.astype(jnp.bfloat16), jnp.nan_to_num(context)
     rows, shape = bfloat16.rows_of(q, kind.groups, kind.rank, SCALE)
-    made = mosaic.queries_of(shape, rows, jnp.float32(UNIT)) | mosaic.keys_of(context, jnp.float32(UNIT), kind.rank)
+    with interpreted(capsys, monkeypatch):
+        made = jax.block_until_ready(mosaic.queries_of(shape, rows, jnp.float32(UNIT)))
+    made |= mosaic.keys_of(context, jnp.float32(UNIT), kind.rank)
     arrays = {name: np.asarray(array.astype(jnp.float32), np.float64) for name, array in made.items()}
     found = arrays["q"] @ arrays["keys"].T
     found = found + arrays["q_rope"] @ np.asarray(context[:, kind.rank :].astype(jnp.float32), np.float64).T
