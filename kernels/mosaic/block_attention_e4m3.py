@@ -4,7 +4,8 @@ The work is cut as in `block_attention`: thread blocks of 64 rows in clusters th
 hold half of the output's columns each and take turns at the list's tiles of 64 keys, and a third that copies.  A
 product of 8-bit numbers needs both operands with the summed dimension innermost, so a tile lies in memory twice, as
 keys and turned round as values.  Their places are freed apart: keys once they are scored, half of them at a time, and
-each half of the values' columns once it is multiplied.
+each half of the values' columns once it is multiplied.  Half of the queries' latent parts lie in registers, as much as
+there is room for: a product of 64 columns with both operands in shared memory reads all the bytes that this gives.
 
 **Order.** A warpgroup starts the product of its tile before with the values, then the scores of its next tile; after
 these the product of the other's tile, under which its softmax runs (of FlashMLA's decode kernel for Hopper, and of
@@ -292,8 +293,8 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         theirs = plgpu.load(scratch["references"].at[other], layout=ROW)
         return rescale(accumulator, total, reference, theirs, scratch["raised"][other]), theirs
 
-    def scores_of(entry, start_before):
-        """Scores of the own tile; `start_before` starts the product of the tile before."""
+    def scores_of(entry, held, start_before):
+        """Scores of the own tile; `held` is the first half of the queries, `start_before` the product before."""
         zero = hidden_zero(entry)
 
         def products(scores):
@@ -301,7 +302,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
                 start_before(zero)
             for part in range(2):
                 wait("keys_full", _place(own, part))
-                queries = scratch["q"].at[zero, :, part * shape.half : (part + 1) * shape.half]
+                queries = held if part == 0 else scratch["q"].at[zero, :, shape.half :]
                 plgpu.wgmma(scores, queries, scratch["keys"].at[own, part + zero].transpose((1, 0)))
             wait("rope_full", own)
             # Last: of a larger sum, e4m3 products keep fewer bits.
@@ -325,6 +326,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
 
     def attend(accumulator, number, count, factor):
         plgpu.barrier_wait(scratch["q_full"])
+        held = plgpu.load(scratch["q"].at[0, :, : shape.half], layout=plgpu.Layout.WGMMA_8BIT)
 
         def entry_of(index):
             return operands["entries"][number, jnp.minimum(index, count - 1)]
@@ -334,7 +336,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
             entry, weights, reference, total = state
             following, zero = entry_of(index + 1), hidden_zero(entry)
             start_before = None if first else functools.partial(start_values, accumulator, own, weights)
-            scores = scores_of(entry, start_before)
+            scores = scores_of(entry, held, start_before)
 
             @pl.when(index == count - 1)
             def _():
