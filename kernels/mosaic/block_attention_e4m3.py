@@ -21,7 +21,8 @@ not yet there, as it would if both had to agree on the reference of a pair of ti
 2^-16 of the row's largest at most; where the scores of a row differ by 0.02 and less, all weights may be rounded one
 way, by up to 1.5 %.  The tensor cores keep about 14 bits while they add up products of e4m3 (arXiv 2412.19437, section
 3.3.2): the output is the sum over the whole list in one accumulator, and may be small by 0.1 % to 0.7 % for 20 to 56
-blocks of positive numbers.  Scores are off by up to about 2^-12 of a query's largest.
+blocks of positive numbers.  Scores of 512 products are off both ways, by up to about 2^-9 of a query's
+largest.
 """
 
 import functools

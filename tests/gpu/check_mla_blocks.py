@@ -38,8 +38,8 @@ REPEATS = 16
 ROPE, BLOCK = 64, 128
 SCALE = 0.07
 OUT_BOUND, BIAS_BOUND, LSE_BOUND = 4e-3, 1e-3, 2e-3
-WEIGHTS_BOUND, SUM_BOUND, BITS = 3e-2, 1e-2, 2.0**-12
-"""In e4m3: what rounding of the weights costs, 2^-4 of each at most; what is lost of sums; scores, of the largest."""
+WEIGHTS_BOUND, SUM_BOUND = 3e-2, 1e-2
+"""In e4m3: what rounding of the weights costs, 2^-4 of each at most, and what is lost of sums of positive numbers."""
 UNIT = 2.0**-3
 PROCESSORS, IN_FOURS = 132, 128
 """How many thread blocks run at a time, and in clusters of four: GPCs have 16 or 18 multiprocessors."""
@@ -192,9 +192,10 @@ def check(size: Size) -> dict[str, Any]:
         wanted, wanted_lse, unrounded = jax.device_get(exact(q[sample], context, blocks[sample], free))
     if unrounded is None:
         return verdict(out, lse, wanted, wanted_lse, same)
-    # Scores are off by bits of the largest, some five standard deviations.
-    shift = BITS * 5 * size.spread
-    out_bound = SUM_BOUND if size.positive else WEIGHTS_BOUND + shift
+    # Losses of adding up e4m3 products, see `check_mla_prefill_e4m3.score_bound`; a largest score is some five standard
+    # deviations.  Off by 1, a score counts where another is as near to the largest, of few rows.
+    shift = (size.rank / 32 * 33) ** 0.5 * 2.0**-13 * 5 * size.spread
+    out_bound = SUM_BOUND if size.positive else WEIGHTS_BOUND + 0.2 * min(shift, 1.0)
     answer = verdict(out, lse, wanted, wanted_lse, same, (out_bound, SUM_BOUND, LSE_BOUND + shift))
     gain = float(np.vdot(out, wanted) / np.vdot(wanted, wanted)) - 1
     far = float(np.linalg.norm(out - unrounded) / np.linalg.norm(unrounded))
