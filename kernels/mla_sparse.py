@@ -82,9 +82,9 @@ def mla_blocks(
     """Attention of each block of `Q` queries to key blocks of its own, absorbed.
 
     With a `unit` products are of e4m3 numbers: the latents, as keys and as values, and the queries' latent parts are
-    rounded to it, each row of the latter over a power of two of its own; rotary parts are not.  The kernel rounds the
-    weights of the softmax as well (see `mosaic.block_attention_e4m3`).  Rounding alone is about 3 % of an output of
-    normal numbers.
+    rounded to it, each row of the latter over a power of two of its own; rotary parts are not.  Latents are rounded
+    without a mean of some of them, which depends on the lists.  The kernel rounds the weights of the softmax as well
+    (see `mosaic.block_attention_e4m3`).
 
     Args:
         q: `[n, Q, H, kv_rank + rope]` queries in the space of the latents.

@@ -4,6 +4,8 @@ Beside the products, making them moves, for `S` keys and `R` rows (queries times
 context, whose keys are read once more to be turned round, and `3 rank R + 4 rope R` of the queries.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +16,7 @@ from jaxinfer.kernels.mosaic.block_attention import Shape
 from jaxinfer.kernels.mosaic.block_attention_e4m3 import attend
 from jaxinfer.kernels.mosaic.decode_parts import TILE
 from jaxinfer.kernels.mosaic.mla_queries_e4m3 import round_queries
-from jaxinfer.kernels.reference.mla_sparse import latents_to_e4m3
+from jaxinfer.kernels.reference.mla_sparse import center_of, latents_to_e4m3
 
 
 def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multiprocessors, together=2):
@@ -26,36 +28,38 @@ def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multipr
     """
     rows, shape = bfloat16.rows_of(q, blocks.shape[1], kv_rank, scale, together)
     entries, counts, bias = bfloat16.lists(blocks, free, block)
-    operands = queries_of(shape, rows, unit) | keys_of(context, unit, kv_rank)
-    operands |= {"context": context, "entries": entries, "counts": counts, "bias": bias}
-    return bfloat16.by_query(q, shape, *attend(shape, operands, multiprocessors))
+    center, unit = center_of(context, blocks, block, kv_rank), unit.astype(jnp.float32).reshape(1)
+    made, offset = queries_of(shape, rows, center, unit)
+    operands = made | keys_of(context, center, unit)
+    operands |= {"context": context, "entries": entries, "counts": counts, "bias": bias, "center": center, "unit": unit}
+    out, lse = attend(shape, operands, multiprocessors)
+    return bfloat16.by_query(q, shape, out, lse + offset * math.log(2))
 
 
-def queries_of(shape: Shape, rows: jax.Array, unit: jax.Array) -> dict[str, jax.Array]:
+def queries_of(
+    shape: Shape, rows: jax.Array, center: jax.Array, unit: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """What the kernel reads of queries `[outer, heads of all lists, rank + rope]`, which are rounded.
 
     Returns: `q` e4m3 `[outer, heads, rank]`, `q_rope` bfloat16 `[outer, heads, rope]` in the same unit, of a row and of
-    the keys, `factor` float32 `[lists, rows]`, by which products become scores of base 2, and `unit` float32 `[1]`.
+    the keys, and `factor` float32 `[lists, rows]`, by which products become scores of base 2; the center's part of
+    these, float32 `[lists, rows]`.
     """
     outer, heads, dim = rows.shape
-    unit = unit.astype(jnp.float32).reshape(1)
-    q, rope, factor = round_queries(rows.reshape(-1, dim), unit, shape.rank, shape.scale)
-    factor = factor.reshape(-1, shape.queries, shape.groups, shape.heads).swapaxes(1, 2)
-    return {
-        "q": q.reshape(outer, heads, -1),
-        "q_rope": rope.reshape(outer, heads, -1),
-        "factor": factor.reshape(shape.lists, -1),
-        "unit": unit,
-    }
+    q, rope, *of_rows = round_queries(rows.reshape(-1, dim), center, unit, shape.scale)
+    split = -1, shape.queries, shape.groups, shape.heads
+    factor, offset = (a.reshape(split).swapaxes(1, 2).reshape(shape.lists, -1) for a in of_rows)
+    return {"q": q.reshape(outer, heads, -1), "q_rope": rope.reshape(outer, heads, -1), "factor": factor}, offset
 
 
-def keys_of(context: jax.Array, unit: jax.Array, rank: int) -> dict[str, jax.Array]:
+def keys_of(context: jax.Array, center: jax.Array, unit: jax.Array) -> dict[str, jax.Array]:
     """What the kernel reads of a context `[S, rank + rope]`.
 
-    Returns: `keys` e4m3 `[S, rank]`, the latents over `unit`, and `values` `[S / TILE, rank, TILE]`, the same by tile
-    with keys innermost, in the order of `value_order`: what a tile's copy reads lies in one piece.
+    Returns: `keys` e4m3 `[S, rank]`, the latents without `center` over `unit`, and `values` `[S / TILE, rank, TILE]`,
+    the same by tile with keys innermost, in the order of `value_order`: what a tile's copy reads lies in one piece.
     """
+    rank = len(center)
     # Behind a barrier: fused with the rounding, XLA reads or writes the turned array a few bytes at a time.
-    keys = lax.optimization_barrier(latents_to_e4m3(context[:, :rank], unit))
+    keys = lax.optimization_barrier(latents_to_e4m3(context[:, :rank], center, unit))
     moved = keys.reshape(-1, 16, rank)[:, value_order()].reshape(-1, TILE, rank)
     return {"keys": keys, "values": moved.swapaxes(1, 2)}

@@ -18,21 +18,24 @@ ROWS = 16
 _WARPS, _LANES = 4, 32
 
 
-def round_queries(rows: jax.Array, unit: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def round_queries(
+    rows: jax.Array, center: jax.Array, unit: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Rounds the latent parts of queries to e4m3, each row over a power of two of its own.
 
     Args:
         rows: `[R, rank + rope]` bfloat16; `ROWS` divides R, 128 `rank`, and 64 `rope`.
+        center: float32 `[rank]`, what is left away from all keys.
         unit: float32 `[1]`, a power of two, that of the keys.
         scale: factor on the scores.
 
     Returns: e4m3 `[R, rank]`, bfloat16 `[R, rope]` the rotary parts in the same unit, which has that of the keys in it,
-    and float32 `[R]`, the factor that makes scores of their products.
+    and float32 `[R]` twice: the factor that makes scores of their products, and the center's part of the scores.
     """
-    count, dim = rows.shape
+    (count, dim), rank = rows.shape, len(center)
     rope = dim - rank
 
-    def body(rows, unit, latents, ropes, factors):
+    def body(rows, center, unit, latents, ropes, factors, offsets):
         mine = pl.ds(lax.axis_index("block") * ROWS, ROWS)
 
         def load(first, columns):
@@ -47,12 +50,15 @@ def round_queries(rows: jax.Array, unit: jax.Array, rank: int, scale: float) -> 
             return lax.broadcast_in_dim(plgpu.layout_cast(numbers, layout.reduce(1)), like.shape, [0])
 
         latent, layout = load(0, rank)
+        middle = plgpu.load(center, layout=layout.reduce(0), optimized=False)
+        middle = jnp.sum(latent * lax.broadcast_in_dim(middle, latent.shape, [1]), axis=1)
         rope_part, rope_layout = load(rank, rope)
         row_unit = unit_of_row(jnp.max(jnp.abs(latent), axis=1))
         latents[mine] = (latent * across(_inverse(row_unit), latent, layout)).astype(E4M3)
         row_unit = row_unit * unit[0]
         ropes[mine] = (rope_part * across(_inverse(row_unit), rope_part, rope_layout)).astype(jnp.bfloat16)
         factors[mine] = row_unit * scale
+        offsets[mine] = middle * scale
 
     return plgpu.kernel(
         body,
@@ -60,11 +66,12 @@ def round_queries(rows: jax.Array, unit: jax.Array, rank: int, scale: float) -> 
             jax.ShapeDtypeStruct((count, rank), E4M3),
             jax.ShapeDtypeStruct((count, rope), jnp.bfloat16),
             jax.ShapeDtypeStruct((count,), jnp.float32),
+            jax.ShapeDtypeStruct((count,), jnp.float32),
         ),
         grid=(count // ROWS,),
         grid_names=("block",),
         kernel_name="queries_to_e4m3",
-    )(rows, unit)
+    )(rows, center, unit)
 
 
 def _inverse(power):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.kernels.latents import expand
@@ -17,6 +18,9 @@ _SCORE_BYTES = 256 * 2**20
 
 _FLOOR = 2.0**-60
 """Of what units of queries are made for: rotary parts over them stay in range."""
+
+_SAMPLED = 32
+"""Query blocks whose lists the mean of latents is of."""
 
 _QUERY_BLOCKS = 8
 """Query blocks whose blocks are gathered at a time, and as many as their scores have room for."""
@@ -74,8 +78,12 @@ def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
 
     Of e4m3 the numbers are rounded first: with powers of two as units they are numbers of bfloat16 as well.
     """
+    center = jnp.zeros((kv_rank,), jnp.float32)
+    offset = jnp.zeros(q.shape[:3], jnp.float32)
     if unit is not None:
-        q, context = _rounded(q, context, kv_rank, unit)
+        center = center_of(context, blocks, block, kv_rank)
+        offset = scale * jnp.einsum("nqhc,c->nqh", q[..., :kv_rank], center, precision=lax.Precision.HIGHEST)
+        q, context = _rounded(q, context, center, unit)
     _, queries, heads, dim = q.shape
     groups, listed = blocks.shape[1:]
     keys, open_keys = context.reshape(-1, block, dim), free.reshape(-1, block)
@@ -88,7 +96,7 @@ def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
             rows = keys.at[blocks].get(mode="clip").reshape(-1, dim)
             rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
             scores = _scores("qhd,sd->hqs", q, rows, scale, seen[None, None])
-            return _softmax("hqs,sd->qhd", scores, rows[:, :kv_rank].astype(jnp.float32))
+            return _softmax("hqs,sd->qhd", scores, rows[:, :kv_rank].astype(jnp.float32) + center)
 
         split = q.reshape(queries, groups, heads // groups, dim)
         out, lse = jax.vmap(of_group, in_axes=(1, 0), out_axes=1)(split, blocks)
@@ -96,7 +104,9 @@ def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
 
     each = listed * block * 4 * (queries * heads + groups * dim)
     batch = max(1, min(_QUERY_BLOCKS, _SCORE_BYTES // each))
-    return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
+    active = jnp.any(blocks >= 0, axis=(1, 2))
+    out, lse = map_active(of_query_block, (q, blocks), active, batch, (0.0, -jnp.inf))
+    return out, lse + offset
 
 
 def unit_of_row(largest):
@@ -104,17 +114,33 @@ def unit_of_row(largest):
     return scale_of(jnp.maximum(largest, _FLOOR), E4M3, power_of_two=True)
 
 
-def latents_to_e4m3(latents, unit):
-    """Latents over `unit` in e4m3, saturated."""
-    return cast(latents.astype(jnp.float32) / unit, E4M3)
+def center_of(context, blocks, block, rank):
+    """A mean of latents, float32 `[rank]`: those of a block of each list of some query blocks.
+
+    Attention may leave any constant away from all latents: it comes back as a part of the output, and of all scores.
+    Without their mean, latents are of both signs, and so are what e4m3 rounds of them, of the weights that multiply
+    them, and of sums.
+    """
+    some = np.unique(np.linspace(0, len(blocks) - 1, _SAMPLED).astype(np.int32))
+    chosen = blocks[some, :, np.arange(len(some)) % blocks.shape[2]]
+    rows = context.reshape(-1, block, context.shape[1]).at[chosen].get(mode="clip")[..., :rank].astype(jnp.float32)
+    counted = (chosen >= 0)[..., None, None] & jnp.isfinite(rows)
+    total = jnp.sum(jnp.where(counted, rows, 0.0), axis=(0, 1, 2))
+    return total / jnp.maximum(jnp.sum(counted, axis=(0, 1, 2)), 1)
 
 
-def _rounded(q, context, rank, unit):
+def latents_to_e4m3(latents, center, unit):
+    """Latents without their center, over `unit`, in e4m3, saturated."""
+    return cast((latents.astype(jnp.float32) - center) / unit, E4M3)
+
+
+def _rounded(q, context, center, unit):
     """Queries and context with latent parts as e4m3 has them."""
+    rank = len(center)
     latent = q[..., :rank].astype(jnp.float32)
     row_unit = unit_of_row(jnp.max(jnp.abs(latent), axis=-1, keepdims=True))
     latent = (latent / row_unit).astype(E4M3).astype(jnp.float32) * row_unit
-    keys = latents_to_e4m3(context[:, :rank], unit).astype(jnp.float32) * unit
+    keys = latents_to_e4m3(context[:, :rank], center, unit).astype(jnp.float32) * unit
     return (
         jnp.concatenate((latent.astype(q.dtype), q[..., rank:]), axis=-1),
         jnp.concatenate((keys.astype(context.dtype), context[:, rank:]), axis=-1),

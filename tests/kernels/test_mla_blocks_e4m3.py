@@ -105,7 +105,8 @@ def test_reference_is_attention_of_rounded_numbers():
         implementation="reference",
     )
     wide, keys = (np.asarray(a.astype(jnp.float32), np.float64) for a in (q, context))
-    keys = np.concatenate((rounded(keys[:, : kind.rank], unit), keys[:, kind.rank :]), axis=1)
+    center = np.asarray(reference.center_of(context, blocks, kind.block, kind.rank), np.float64)
+    values = rounded(keys[:, : kind.rank] - center, unit)
     assert np.nanmax(np.abs(np.asarray(context[:, : kind.rank], np.float32))) > 448 * unit
     for n, query, head in np.ndindex(kind.n, kind.queries, kind.heads):
         listed = np.asarray(blocks)[n, head * kind.groups // kind.heads]
@@ -115,10 +116,10 @@ def test_reference_is_attention_of_rounded_numbers():
             continue
         row = wide[n, query, head]
         row_unit = 2.0 ** np.ceil(np.log2(np.abs(row[: kind.rank]).max() / 448))
-        row = np.concatenate((rounded(row[: kind.rank], row_unit), row[kind.rank :]))
-        scores = keys[seen] @ row * SCALE
+        scores = values[seen] @ rounded(row[: kind.rank], row_unit) + center @ row[: kind.rank]
+        scores = (scores + keys[seen, kind.rank :] @ row[kind.rank :]) * SCALE
         weights = np.exp(scores - scores.max())
-        wanted = weights @ keys[seen, : kind.rank] / weights.sum()
+        wanted = weights @ values[seen] / weights.sum() + center
         np.testing.assert_allclose(out[n, query, head], wanted, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(lse[n, query, head], scores.max() + np.log(weights.sum()), rtol=1e-5, atol=1e-5)
 
@@ -131,19 +132,37 @@ def test_operands_make_the_scores_of_the_reference(size: float, capsys, monkeypa
     q = jnp.where(jnp.arange(8)[:, None, None] == 3, q * (jnp.arange(kind.rank + ROPE) >= kind.rank), q)[:1] * size
     q, context = q.astype(jnp.bfloat16), jnp.nan_to_num(context)
     rows, shape = bfloat16.rows_of(q, kind.groups, kind.rank, SCALE)
+    center, unit = jnp.linspace(-0.3, 0.5, kind.rank), jnp.float32([UNIT])
     with interpreted(capsys, monkeypatch):
-        made = jax.block_until_ready(mosaic.queries_of(shape, rows, jnp.float32(UNIT)))
-    made |= mosaic.keys_of(context, jnp.float32(UNIT), kind.rank)
+        made, offset = jax.block_until_ready(mosaic.queries_of(shape, rows, center, unit))
+    made |= mosaic.keys_of(context, center, unit)
     arrays = {name: np.asarray(array.astype(jnp.float32), np.float64) for name, array in made.items()}
     found = arrays["q"] @ arrays["keys"].T
     found = found + arrays["q_rope"] @ np.asarray(context[:, kind.rank :].astype(jnp.float32), np.float64).T
-    factor = arrays["factor"].reshape(kind.groups, 8, 8).swapaxes(0, 1).reshape(8, 16)
-    wide_q, wide_context = reference._rounded(q.astype(jnp.float32), context, kind.rank, jnp.float32(UNIT))
+    factor, offset = (np.asarray(a).reshape(2, 8, 8).swapaxes(0, 1).reshape(8, 16, 1) for a in (made["factor"], offset))
+    found = found * factor + offset
+    wide_q, wide_context = reference._rounded(q.astype(jnp.float32), context, center, UNIT)
     wanted = np.einsum("qhd,sd->qhs", np.asarray(wide_q[0], np.float64), np.asarray(wide_context, np.float64))
-    wanted = wanted * SCALE / np.log(2)
-    np.testing.assert_allclose(found * factor[..., None], wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
+    exact = np.asarray(q[0, ..., : kind.rank].astype(jnp.float32), np.float64) @ np.asarray(center)
+    wanted = (wanted + exact[..., None]) * SCALE / np.log(2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
     tiled = arrays["keys"].reshape(-1, 4, 16, kind.rank)[:, :, value_order()].reshape(-1, 64, kind.rank)
     np.testing.assert_array_equal(arrays["values"], tiled.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("none", [False, True])
+def test_center_is_the_mean_of_listed_numbers(none: bool):
+    """Of blocks that are not listed, and of numbers that are none, nothing."""
+    kind = Kind(n=3, listed=2)
+    _, context, blocks, _ = case(kind)
+    context = context * 2 + 3
+    listed = np.unique(np.asarray(blocks)[[0, 1, 2], :, [0, 1, 0]])
+    context = context.at[int(listed[-1]) * kind.block, 5].set(jnp.nan)
+    center = reference.center_of(context, jnp.full_like(blocks, -1) if none else blocks, kind.block, kind.rank)
+    if none:
+        assert np.all(np.asarray(center) == 0)
+    else:
+        np.testing.assert_allclose(center, 3, atol=0.5)
 
 
 def test_operation_is_near_the_one_in_bfloat16():
