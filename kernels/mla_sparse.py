@@ -14,6 +14,7 @@ from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.dispatch import Implementation
 from jaxinfer.kernels.latents import Latents
 from jaxinfer.kernels.mosaic import mla_blocks as mosaic_blocks
+from jaxinfer.kernels.mosaic import mla_blocks_e4m3 as mosaic_blocks_e4m3
 from jaxinfer.kernels.mosaic import mla_prefill as mosaic
 from jaxinfer.kernels.reference import mla_sparse as reference
 from jaxinfer.kernels.tiles import device
@@ -75,9 +76,15 @@ def mla_blocks(
     block: int,
     kv_rank: int,
     scale: float,
+    unit: Float[Array, ""] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "n Q H kv_rank"], Float[Array, "n Q H"]]:
     """Attention of each block of `Q` queries to key blocks of its own, absorbed.
+
+    With a `unit` products are of e4m3 numbers: the latents, as keys and as values, and the queries' latent parts are
+    rounded to it, each row of the latter over a power of two of its own; rotary parts are not.  Latents are rounded
+    without a mean of some of them, which depends on the lists.  The kernel rounds the weights of the softmax as well
+    (see `mosaic.block_attention_e4m3`).
 
     Args:
         q: `[n, Q, H, kv_rank + rope]` queries in the space of the latents.
@@ -89,6 +96,8 @@ def mla_blocks(
         block: tokens of a key block.
         kv_rank: how many of a latent's numbers are values, the first ones.
         scale: factor on the scores, positive.
+        unit: float32, a power of two by which latents are divided before they are rounded to e4m3; those beyond 448
+            times it are cut off.  None: products are of bfloat16.
         implementation: None chooses (see `dispatch`).
 
     Returns: output `[n, Q, H, kv_rank]`, the attended latent, of the type of `q`, and log-sum-exp `[n, Q, H]`, float32;
@@ -98,8 +107,11 @@ def mla_blocks(
     arguments, sizes = (q, context, blocks, free), {"block": block, "kv_rank": kv_rank, "scale": scale}
     reason = mosaic_blocks.reason_against(q, context, block, kv_rank)
     if dispatch.choose("mla_blocks", implementation, reason) == "reference":
-        return reference.mla_blocks(*arguments, **sizes)
-    return mosaic_blocks.mla_blocks(*arguments, **sizes, multiprocessors=device().multiprocessors)
+        return reference.mla_blocks(*arguments, unit, **sizes)
+    multiprocessors = device().multiprocessors
+    if unit is None:
+        return mosaic_blocks.mla_blocks(*arguments, **sizes, multiprocessors=multiprocessors)
+    return mosaic_blocks_e4m3.mla_blocks(*arguments, unit, **sizes, multiprocessors=multiprocessors)
 
 
 class ListedKeys(NamedTuple):

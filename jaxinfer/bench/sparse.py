@@ -15,6 +15,8 @@ from jaxinfer.kernels.mla_sparse import mla_blocks
 QUERIES, GROUPS, BLOCK = 32, 4, 128
 """Queries of a query block, groups of heads with lists of their own, and keys of a block."""
 _SHARED, _ANCHOR_GAP = 0.7, 512
+_UNIT = 2.0**-3
+"""Of latents in e4m3: normal numbers."""
 _COMPARED, _HEADS = 4, 8
 """Query blocks and heads compared."""
 
@@ -25,14 +27,17 @@ _FLASH_MLA: dict[tuple[int, ...], Published] = {
 
 
 class Blocks(Operation):
-    """T queries of H heads, each of which reads N blocks of 128 keys of S."""
+    """T queries of H heads, each of which reads N blocks of 128 keys of S.
+
+    The exact answer is that of the operands in bfloat16: the error of e4m3 is mostly that of the casts.
+    """
 
     name = "mla_sparse"
     sizes = ("T", "S", "H", "N")
-    forms = ("bf16",)
+    forms = ("bf16", "e4m3")
 
     def table(self):
-        return [Case(self.name, "bf16", (8192, keys, 128, 20)) for keys in (65536, 262144, 524288)]
+        return [case for keys in (65536, 262144, 524288) for case in self.cases((8192, keys, 128, 20))]
 
     def cases(self, shape):
         cases = super().cases(shape)
@@ -69,7 +74,9 @@ class Blocks(Operation):
         return q, context, jnp.asarray(self._blocks(case)), jnp.asarray(self._free(case))
 
     def run(self, case, implementation, *operands):
-        return mla_blocks(*operands, block=BLOCK, kv_rank=RANK, scale=SCALE, implementation=implementation)
+        sizes = {"block": BLOCK, "kv_rank": RANK, "scale": SCALE}
+        unit = jnp.float32(_UNIT) if case.form == "e4m3" else None
+        return mla_blocks(*operands, **sizes, unit=unit, implementation=implementation)
 
     def _compared(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
         """Query blocks, and heads."""
@@ -99,7 +106,9 @@ class Blocks(Operation):
         tokens, _, heads, listed = case.shape
         read = np.unique(self._blocks(case)).size * BLOCK
         moved = 2 * (read * LATENT + tokens * heads * (LATENT + RANK)) + 4 * tokens * heads
-        return Work(flops=2.0 * tokens * heads * listed * BLOCK * (LATENT + RANK), bytes=moved)
+        pairs = tokens * heads * listed * BLOCK
+        eight = 2.0 * pairs * 2 * RANK if case.form == "e4m3" else 0.0
+        return Work(flops=2.0 * pairs * (LATENT + RANK), bytes=moved, flops_8_bit=eight)
 
     def published(self, case):
-        return _FLASH_MLA.get(case.shape)
+        return _FLASH_MLA.get(case.shape) if case.form == "bf16" else None

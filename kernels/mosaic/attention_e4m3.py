@@ -45,7 +45,7 @@ _SUM, _LARGEST = 12.0, 448.0
 """What the weights of a tile and query are to add up to, and the largest e4m3, which their sum must not pass."""
 _RANGE = 64.0
 """References of tiles stay within 2^64 of that of the sums."""
-_FIRST_NAMED_BARRIER = 8  # those before are Mosaic's
+FIRST_NAMED_BARRIER = 8  # those before are Mosaic's
 _LOG2_E = math.log2(math.e)
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -262,7 +262,7 @@ def _any_large(_, sums, barrier):
     return mgpu.FragmentedArray.splat(found, shape=(), is_signed=True)
 
 
-def _e4m3(weights):
+def as_e4m3(weights):
     """Rounds to e4m3, each thread its own numbers: the columns of the result are in the order of `value_order`."""
 
     @plgpu.inline_mgpu(
@@ -366,7 +366,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             release_keys(0)
             weights, reference = weigh_by_largest(found, 0.0)
             total = jnp.where(limit > 0, _SUM, 0.0)
-            return lax.optimization_barrier(_e4m3(weights)), reference, total
+            return lax.optimization_barrier(as_e4m3(weights)), reference, total
 
         await_keys(0)
         weights, top, total = pl.run_scoped(first_tile, score_accumulator)
@@ -394,7 +394,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             def with_values(scores, values):
                 start_values(values, weights, last)
                 new_weights, part = weigh(seen(plgpu.wgmma_accumulator_load(scores, wait_n=1)), reference)
-                large = _any_large(part, _FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
+                large = _any_large(part, FIRST_NAMED_BARRIER + warpgroup)  # pyright: ignore[reportCallIssue]
 
                 @pl.when(large == 0)
                 def _():
@@ -412,7 +412,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
             result = result + found * across(gain, shape.v)
 
             def small_enough():
-                return _e4m3(new_weights), reference, part, top, total, result
+                return as_e4m3(new_weights), reference, part, top, total, result
 
             def weighed_again():
                 def scores_again(scores):
@@ -426,7 +426,7 @@ def _attend(shape, blocks, operands, out, lse, scratch, warpgroup):
                 reference = jnp.maximum(reference, top - _RANGE)
                 new_top = jnp.maximum(top, reference)
                 decay = jnp.exp2(top - new_top)
-                return _e4m3(weights), reference, part, new_top, total * decay, result * across(decay, shape.v)
+                return as_e4m3(weights), reference, part, new_top, total * decay, result * across(decay, shape.v)
 
             weights, reference, part, top, total, result = lax.cond(large != 0, weighed_again, small_enough)
             gain = jnp.exp2(reference - top)

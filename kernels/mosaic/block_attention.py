@@ -30,13 +30,13 @@ from jaxinfer.kernels.mosaic.decode_parts import TILE, tiles
 
 BLOCK = 2 * TILE
 """Keys of an entry of a list as the kernel reads it: a tile for each warpgroup."""
-_MATH_REGISTERS, _COPY_REGISTERS = 240, 24
+MATH_REGISTERS, COPY_REGISTERS = 240, 24
 _MARGIN = 64.0
 """How far, in powers of two, the largest weight of the first tile lies below 1: later ones may be much larger."""
 _SMALL, _LARGE = 2.0**-100, 2.0**100
 """Bounds of a row's sum of weights: smaller ones may have lost some, larger ones make the output overflow."""
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+WGMMA = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Shape:
     rank: int
     rope: int
     scale: float
+    together: int = 2
+    """Thread blocks that may share copies."""
 
     @property
     def half(self) -> int:
@@ -69,7 +71,7 @@ class Shape:
     @property
     def cluster(self) -> int:
         """Thread blocks that share the copies of keys."""
-        return 2 if self.row_tiles % 2 == 0 else 1
+        return math.gcd(self.row_tiles, self.together)
 
     @property
     def items(self) -> int:
@@ -128,19 +130,19 @@ def _thread_block(shape, operands, out, lse, scratch):
 
     def attend(half):
         def of_half():
-            plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
+            plgpu.set_max_registers(MATH_REGISTERS, action="increase")
             _attend_half(shape, operands, out, lse, scratch, half)
 
         return of_half
 
     def copy():
-        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         _copy(shape, operands, scratch)
 
     lax.switch(warpgroup, [attend(0), attend(1), copy])
 
 
-def _items(shape, carry, function):
+def row_tiles_of_block(shape, carry, function):
     """Calls `function(list, row tile, carry)` for the row tiles of this thread block."""
 
     def step(info, carry):
@@ -152,7 +154,7 @@ def _items(shape, carry, function):
     return plgpu.nd_loop((shape.items,), collective_axes="block", init_carry=carry)(step)
 
 
-def _runs(shape, number, tile):
+def runs_of(shape, number, tile):
     """Where the runs of a row tile's rows lie: the outer row and the first head of each."""
     first = tile * TILE
     list_of_block, group = lax.div(number, jnp.int32(shape.groups)), lax.rem(number, jnp.int32(shape.groups))
@@ -166,7 +168,7 @@ def _place(half, slot):
     return 2 * half + slot
 
 
-def _zero(entry):
+def hidden_zero(entry):
     """0, though the compiler does not know: it would compute the addresses of all products before the loop, more than
     there are registers, and read them back from memory."""
     return lax.shift_right_logical(entry, jnp.int32(31))
@@ -186,7 +188,7 @@ def _copy(shape, operands, scratch):
             def _():
                 plgpu.barrier_wait(scratch["q_empty"])
 
-            for rows, outer, heads in _runs(shape, number, row_tile):
+            for rows, outer, heads in runs_of(shape, number, row_tile):
                 plgpu.copy_gmem_to_smem(operands["q"].at[outer, heads], scratch["q"].at[0, rows], scratch["q_full"])
 
         def block(index, done):
@@ -216,7 +218,7 @@ def _copy(shape, operands, scratch):
 
         return lax.fori_loop(0, count, block, blocks_done), items_done + jnp.minimum(count, 1)
 
-    blocks_done, items_done = _items(shape, (jnp.int32(0), jnp.int32(0)), of_item)
+    blocks_done, items_done = row_tiles_of_block(shape, (jnp.int32(0), jnp.int32(0)), of_item)
 
     @pl.when(items_done > 0)
     def _queries_read():
@@ -252,7 +254,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
 
     def scores_of(entry, start_values):
         """Scores of the own tile without and with the mask; `start_values` starts products with the other's values."""
-        zero = _zero(entry)
+        zero = hidden_zero(entry)
 
         def multiply(scores, start, keys):
             queries = scratch["q"].at[zero, :, start : start + keys.shape[1]]
@@ -272,7 +274,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
 
         def masked(scores):
-            bias = plgpu.load(scratch["bias"].at[own], layout=_WGMMA.reduce(0))
+            bias = plgpu.load(scratch["bias"].at[own], layout=WGMMA.reduce(0))
             return scores + lax.broadcast_in_dim(bias, scores.shape, [1])
 
         return scores, lax.cond(lax.bitwise_and(entry, jnp.int32(1 + own)) != 0, masked, lambda scores: scores, scores)
@@ -286,7 +288,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
         sums = jnp.sum(weights, axis=1)
         # Rounded once, for the product from registers and for the other warpgroup.
         weights = lax.optimization_barrier(weights.astype(jnp.bfloat16))
-        plgpu.wgmma(accumulator, weights, scratch["values"].at[half, own + _zero(entry)])
+        plgpu.wgmma(accumulator, weights, scratch["values"].at[half, own + hidden_zero(entry)])
         # No warp overwrites the rope part that another's product still reads.
         plgpu.commit_smem()
         scratch["rope"].at[own][...] = weights
@@ -329,17 +331,17 @@ def _attend_half(shape, operands, out, lse, scratch, half):
             total = weigh(accumulator, entry, scores, shift, False)
             release(own)
             entry, shift, total = lax.fori_loop(1, count, step, (entry_of(1), shift, total))
-            start_other(accumulator, _zero(entry))
+            start_other(accumulator, hidden_zero(entry))
         else:
             plgpu.barrier_wait(scratch["shift_full"])
-            shift = plgpu.load(scratch["shift"], layout=_ROW)
-            total = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _ROW)
+            shift = plgpu.load(scratch["shift"], layout=ROW)
+            total = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROW)
             _, shift, total = lax.fori_loop(0, count, step, (entry, shift, total))
         return accumulator[...], shift, total
 
     def of_item(number, row_tile, carry):
         count = operands["counts"][number]
-        runs = list(_runs(shape, number, row_tile))
+        runs = list(runs_of(shape, number, row_tile))
         lse_rows = pl.ds(row_tile * TILE, TILE)
 
         @pl.when(count == 0)
@@ -348,7 +350,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
                 out.at[outer, heads, columns][...] = jnp.zeros((shape.run, shape.half), jnp.bfloat16)
             if half == 0:
                 nothing = jnp.full((TILE,), -jnp.inf, jnp.float32)
-                lse.at[number, lse_rows][...] = plgpu.layout_cast(nothing, _ROW)
+                lse.at[number, lse_rows][...] = plgpu.layout_cast(nothing, ROW)
 
         @pl.when(count > 0)
         def _something():
@@ -360,7 +362,7 @@ def _attend_half(shape, operands, out, lse, scratch, half):
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["sums_full"].at[half])
             wait("sums_full", other)
-            total = total + plgpu.load(scratch["sums"].at[other], layout=_ROW)
+            total = total + plgpu.load(scratch["sums"].at[other], layout=ROW)
             # The last tile's place, all of it multiplied, holds the output on its way.
             place = scratch["values"].at[half, 1]
             place[...] = (result * across(1.0 / total, shape.half)).astype(jnp.bfloat16)
@@ -376,5 +378,5 @@ def _attend_half(shape, operands, out, lse, scratch, half):
 
         return carry
 
-    _items(shape, jnp.int32(0), of_item)
+    row_tiles_of_block(shape, jnp.int32(0), of_item)
     plgpu.wait_smem_to_gmem(0)

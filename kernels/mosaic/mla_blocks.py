@@ -26,20 +26,30 @@ def reason_against(q: jax.Array, context: jax.Array, block: int, kv_rank: int) -
 
 def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocessors):
     """See `jaxinfer.kernels.mla_sparse`; `multiprocessors` is the number of thread blocks that run at a time."""
-    n, queries, heads, dim = q.shape
-    groups = blocks.shape[1]
-    of_list = heads // groups
+    rows, shape = rows_of(q, blocks.shape[1], kv_rank, scale)
     entries, counts, bias = lists(blocks, free, block)
-    rows = queries * of_list
-    aligned = of_list % TILE == 0 or (TILE % of_list == 0 and of_list % 8 == 0 and rows % TILE == 0)
-    if aligned:
-        flat, sizes = q.reshape(n * queries, heads, dim), (queries, of_list)
+    operands = {"q": rows, "context": context, "entries": entries, "counts": counts, "bias": bias}
+    out, lse = by_query(q, shape, *attend(shape, operands, multiprocessors))
+    sizes = {"block": block, "kv_rank": kv_rank, "scale": scale}
+    return _mended(q, context, blocks, free, out, lse, sizes)
+
+
+def rows_of(q: jax.Array, groups: int, kv_rank: int, scale: float, together: int = 2) -> tuple[jax.Array, Shape]:
+    """The queries `[n, Q, H, dim]` as the kernel has them, `[outer, heads of all lists, dim]`, and its sizes.
+
+    Where whole row tiles are not runs of a query's heads, the rows of a list are moved together and padded with 0.
+    """
+    n, queries, heads, dim = q.shape
+    of_list = heads // groups
+    count = queries * of_list
+    if of_list % TILE == 0 or (TILE % of_list == 0 and of_list % 8 == 0 and count % TILE == 0):
+        rows, sizes = q.reshape(n * queries, heads, dim), (queries, of_list)
     else:
-        padded = -(-rows // TILE) * TILE
-        flat = q.reshape(n, queries, groups, of_list, dim).swapaxes(1, 2).reshape(n, groups, rows, dim)
-        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - rows), (0, 0))).reshape(n, groups * padded, dim)
+        padded = -(-count // TILE) * TILE
+        rows = q.reshape(n, queries, groups, of_list, dim).swapaxes(1, 2).reshape(n, groups, count, dim)
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded - count), (0, 0))).reshape(n, groups * padded, dim)
         sizes = 1, padded
-    shape = Shape(
+    return rows, Shape(
         lists=n * groups,
         groups=groups,
         queries=sizes[0],
@@ -47,16 +57,20 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
         rank=kv_rank,
         rope=dim - kv_rank,
         scale=scale * math.log2(math.e),
+        together=together,
     )
-    operands = {"q": flat, "context": context, "entries": entries, "counts": counts, "bias": bias}
-    out, lse = attend(shape, operands, multiprocessors)
-    lse = lse.reshape(n, groups, -1)[:, :, :rows].reshape(n, groups, queries, of_list).swapaxes(1, 2)
-    if not aligned:
-        out = out.reshape(n, groups, -1, kv_rank)[:, :, :rows].reshape(n, groups, queries, of_list, kv_rank)
-        out = out.swapaxes(1, 2)
-    out, lse = out.reshape(n, queries, heads, kv_rank), lse.reshape(n, queries, heads)
-    sizes = {"block": block, "kv_rank": kv_rank, "scale": scale}
-    return _mended(q, context, blocks, free, out, lse, sizes)
+
+
+def by_query(q: jax.Array, shape: Shape, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The kernel's results for the rows of `rows_of` as `[n, Q, H, kv_rank]` and `[n, Q, H]`."""
+    n, queries, heads, _ = q.shape
+    of_list = heads // shape.groups
+    rows = queries * of_list
+    lse = lse.reshape(n, shape.groups, -1)[:, :, :rows].reshape(n, shape.groups, queries, of_list).swapaxes(1, 2)
+    if (shape.queries, shape.heads) != (queries, of_list):
+        out = out.reshape(n, shape.groups, -1, shape.rank)[:, :, :rows]
+        out = out.reshape(n, shape.groups, queries, of_list, shape.rank).swapaxes(1, 2)
+    return out.reshape(n, queries, heads, shape.rank), lse.reshape(n, queries, heads)
 
 
 def _mended(q, context, blocks, free, out, lse, sizes):

@@ -2,16 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.kernels.latents import expand
+from jaxinfer.kernels.reference.expansion import E4M3
 from jaxinfer.kernels.reference.mla_prefill import mla_prefill
+from jaxinfer.kernels.reference.quantize import cast, scale_of
 from jaxinfer.kernels.reference.rows import map_active
 
 _TILE = 512
 """Keys that the window expands at a time."""
 
 _SCORE_BYTES = 256 * 2**20
+
+_FLOOR = 2.0**-60
+"""Of what units of queries are made for: rotary parts over them stay in range."""
+
+_SAMPLED = 32
+"""Query blocks whose lists the mean of latents is of."""
 
 _QUERY_BLOCKS = 8
 """Query blocks whose blocks are gathered at a time, and as many as their scores have room for."""
@@ -64,8 +73,17 @@ def mla_window(q, context, k_b, v_b, first, limit, shared, before, *, scale):
     return lax.fori_loop(start, end, visit, mla_prefill(q, shared, k_b, v_b, before, scale=scale))
 
 
-def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
-    """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time."""
+def mla_blocks(q, context, blocks, free, unit=None, *, block, kv_rank, scale):
+    """See `jaxinfer.kernels.mla_sparse`: the listed blocks are gathered, for some query blocks at a time.
+
+    Of e4m3 the numbers are rounded first: with powers of two as units they are numbers of bfloat16 as well.
+    """
+    center = jnp.zeros((kv_rank,), jnp.float32)
+    offset = jnp.zeros(q.shape[:3], jnp.float32)
+    if unit is not None:
+        center = center_of(context, blocks, block, kv_rank)
+        offset = scale * jnp.einsum("nqhc,c->nqh", q[..., :kv_rank], center, precision=lax.Precision.HIGHEST)
+        q, context = _rounded(q, context, center, unit)
     _, queries, heads, dim = q.shape
     groups, listed = blocks.shape[1:]
     keys, open_keys = context.reshape(-1, block, dim), free.reshape(-1, block)
@@ -78,7 +96,7 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
             rows = keys.at[blocks].get(mode="clip").reshape(-1, dim)
             rows = jnp.where(seen[:, None], rows, 0).astype(q.dtype)
             scores = _scores("qhd,sd->hqs", q, rows, scale, seen[None, None])
-            return _softmax("hqs,sd->qhd", scores, rows[:, :kv_rank].astype(jnp.float32))
+            return _softmax("hqs,sd->qhd", scores, rows[:, :kv_rank].astype(jnp.float32) + center)
 
         split = q.reshape(queries, groups, heads // groups, dim)
         out, lse = jax.vmap(of_group, in_axes=(1, 0), out_axes=1)(split, blocks)
@@ -86,7 +104,47 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale):
 
     each = listed * block * 4 * (queries * heads + groups * dim)
     batch = max(1, min(_QUERY_BLOCKS, _SCORE_BYTES // each))
-    return map_active(of_query_block, (q, blocks), jnp.any(blocks >= 0, axis=(1, 2)), batch, (0.0, -jnp.inf))
+    active = jnp.any(blocks >= 0, axis=(1, 2))
+    out, lse = map_active(of_query_block, (q, blocks), active, batch, (0.0, -jnp.inf))
+    return out, lse + offset
+
+
+def unit_of_row(largest):
+    """The power of two over which a query's latent part is rounded to e4m3, of the largest of its magnitudes."""
+    return scale_of(jnp.maximum(largest, _FLOOR), E4M3, power_of_two=True)
+
+
+def center_of(context, blocks, block, rank):
+    """A mean of latents, float32 `[rank]`: those of a block of each list of some query blocks.
+
+    Attention may leave any constant away from all latents: it comes back as a part of the output, and of all scores.
+    Without their mean, latents are of both signs, and so are what e4m3 rounds of them, of the weights that multiply
+    them, and of sums.
+    """
+    some = np.unique(np.linspace(0, len(blocks) - 1, _SAMPLED).astype(np.int32))
+    chosen = blocks[some, :, np.arange(len(some)) % blocks.shape[2]]
+    rows = context.reshape(-1, block, context.shape[1]).at[chosen].get(mode="clip")[..., :rank].astype(jnp.float32)
+    counted = (chosen >= 0)[..., None, None] & jnp.isfinite(rows)
+    total = jnp.sum(jnp.where(counted, rows, 0.0), axis=(0, 1, 2))
+    return total / jnp.maximum(jnp.sum(counted, axis=(0, 1, 2)), 1)
+
+
+def latents_to_e4m3(latents, center, unit):
+    """Latents without their center, over `unit`, in e4m3, saturated."""
+    return cast((latents.astype(jnp.float32) - center) / unit, E4M3)
+
+
+def _rounded(q, context, center, unit):
+    """Queries and context with latent parts as e4m3 has them."""
+    rank = len(center)
+    latent = q[..., :rank].astype(jnp.float32)
+    row_unit = unit_of_row(jnp.max(jnp.abs(latent), axis=-1, keepdims=True))
+    latent = (latent / row_unit).astype(E4M3).astype(jnp.float32) * row_unit
+    keys = latents_to_e4m3(context[:, :rank], center, unit).astype(jnp.float32) * unit
+    return (
+        jnp.concatenate((latent.astype(q.dtype), q[..., rank:]), axis=-1),
+        jnp.concatenate((keys.astype(context.dtype), context[:, rank:]), axis=-1),
+    )
 
 
 def listed_keys(q, cache, layer, pages, offsets, *, scale):

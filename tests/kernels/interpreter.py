@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import callback, core
@@ -12,6 +13,8 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPULoggingInfo, HostAllocationKey
 
+from jaxinfer.kernels.mosaic.attention_e4m3 import value_order
+from jaxinfer.kernels.reference.expansion import E4M3
 from tests.kernels import products
 
 _interpret = jaxpr_interpret.JaxprInterpreter.interpret
@@ -23,6 +26,12 @@ def interpreted(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "interpret", _equations)
     with products.interpreted(capsys):
         yield
+
+
+def as_e4m3(weights: jax.Array) -> jax.Array:
+    """What `attention_e4m3.as_e4m3` does, which the interpreter cannot."""
+    groups = jnp.minimum(weights, 448.0).astype(E4M3).reshape(len(weights), -1, 16)
+    return jnp.stack([groups[..., i] for i in value_order().tolist()], axis=-1).reshape(weights.shape)
 
 
 def _equations(self, jaxpr, token, *args):

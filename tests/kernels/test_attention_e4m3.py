@@ -19,9 +19,10 @@ from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.mla_prefill import mla_prefill, workspace
 from jaxinfer.kernels.mosaic import attention_e4m3
 from jaxinfer.kernels.mosaic import mla_prefill_e4m3 as mosaic
-from jaxinfer.kernels.mosaic.attention_e4m3 import Blocks, value_order
+from jaxinfer.kernels.mosaic.attention_e4m3 import Blocks
 from jaxinfer.kernels.reference import mla_prefill as reference
-from jaxinfer.kernels.reference.expansion import E4M3, Operands, expand
+from jaxinfer.kernels.reference.expansion import Operands, expand
+from tests.kernels.interpreter import as_e4m3
 from tests.kernels.products import lower_for_cuda
 
 RANK = 32
@@ -47,10 +48,6 @@ def interpreted(capsys: pytest.CaptureFixture) -> Iterator[None]:
     def any_large(sums, _):
         return jnp.any(~(sums <= attention_e4m3._LARGEST)).astype(jnp.int32)
 
-    def as_e4m3(weights):
-        groups = jnp.minimum(weights, attention_e4m3._LARGEST).astype(E4M3).reshape(len(weights), -1, 16)
-        return jnp.stack([groups[..., i] for i in value_order().tolist()], axis=-1).reshape(weights.shape)
-
     def store(acc, value):
         ref_set(acc, ..., value)
 
@@ -58,7 +55,7 @@ def interpreted(capsys: pytest.CaptureFixture) -> Iterator[None]:
         with (
             patch.object(plgpu, "wgmma", any_wgmma),
             patch.object(attention_e4m3, "_any_large", any_large),
-            patch.object(attention_e4m3, "_e4m3", as_e4m3),
+            patch.object(attention_e4m3, "as_e4m3", as_e4m3),
             patch.object(primitives, "wgmma_accumulator_store", store),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         ):
