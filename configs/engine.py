@@ -39,9 +39,10 @@ class EngineOptions:
     with a scale for 128 numbers; the rotated key stays bfloat16.  Decode with int8 rounds its queries to 8 bits, too.
     """
     attention_dtype: str = "auto"
-    """Type of the products of dense attention in prefill: auto is bf16, which stands for the type of precision.
+    """Type of the products of attention in prefill: auto is bf16, which stands for the type of precision.
 
-    fp8 rounds queries, keys, values and the weights of the softmax to e4m3 (`kernels.mla_prefill`).
+    fp8 rounds queries, keys, values and the weights of the softmax to e4m3: of dense attention (`kernels.mla_prefill`),
+    and of the blocks that hybrid attention retrieves (`kernels.mla_sparse`), not of its windows and anchors.
     """
     attention: str | Dense | Hybrid = "auto"
     """Which positions a query reads: a policy, what `configs.attention.parse_policy` reads, or auto.

@@ -80,8 +80,8 @@ def define_engine_flags(lists: Collection[str] = ()) -> None:
         "attention_dtype",
         "auto",
         ATTENTION_DTYPES,
-        "type of the products of dense attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds "
-        "queries, keys, values and weights to e4m3",
+        "type of the products of attention in prefill: auto is bf16 (fp32 where --precision is); fp8 rounds queries, "
+        "keys, values and weights to e4m3, except in the windows and anchors of hybrid attention",
     )
     define_text(
         "attention",

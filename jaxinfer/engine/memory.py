@@ -51,7 +51,9 @@ def moe_workspace(config: ModelConfig, precision: Precision, tokens: int, rules:
     return tile * d * (itemsize + 3 * 4) + pairs * 4 * 8 + rows + weights + tokens * d * 4
 
 
-def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, heads: int, itemsize: int) -> int:
+def sparse_workspace(
+    config: ModelConfig, policy: Hybrid, capacity: Capacity, heads: int, itemsize: int, e4m3: bool = False
+) -> int:
     """Bytes that one layer of hybrid attention needs on a device beside what dense attention does.
 
     What grows with the context: one sequence whole, its index and records, and the masses of its blocks for each query
@@ -63,6 +65,10 @@ def sparse_workspace(config: ModelConfig, policy: Hybrid, capacity: Capacity, he
     gathered += 2 * context // policy.group * policy.index_dim * itemsize
     masses = 3 * query_blocks * blocks * 4 + context // policy.hot_epoch * blocks * 4 * 2
     absorbed = query_blocks * policy.query_block * heads * latent * (2 * itemsize + 2 * 4)
+    if e4m3:  # keys, and values again, turned; queries, their rotary part in two bytes
+        rope = config.qk_rope_head_dim
+        gathered += 2 * context * config.kv_lora_rank
+        absorbed += query_blocks * policy.query_block * heads * (config.kv_lora_rank + 2 * rope)
     lists = query_blocks * policy.candidates * policy.head_groups * 4 * 4
     voters = min(policy.voters, heads)
     selection = retrieve.workspace(
@@ -113,7 +119,7 @@ def step_workspace(
     operands = (jax.ShapeDtypeStruct(shape, precision.dtype) for shape in shapes)
     attention += mla_prefill.workspace(*operands, e4m3=precision.e4m3_attention)
     if isinstance(policy, Hybrid):
-        attention += sparse_workspace(config, policy, capacity, heads, itemsize)
+        attention += sparse_workspace(config, policy, capacity, heads, itemsize, precision.e4m3_attention)
     experts = moe_workspace(config, precision, tokens, rules) if config.num_moe_layers else 0
     width = config.intermediate_size // rules.size(plan.axes("mlp", config.intermediate_size))
     dense = tokens * width * 3 * (itemsize + 4) if config.num_dense_layers else 0

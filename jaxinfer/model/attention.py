@@ -134,12 +134,19 @@ class Attention(nnx.Module):
             dense = self._read_all(q, part, batch, layout, positions, batch.num_dense_tiles)
             voters, scale = batch.sparse.voters[policies.distinct.index(policy)], softmax_scale(self.config)
             out, _, part, _ = sparse.attend(
-                q, self.k_b, self.v_b, dense, part, batch, layout, policy, voters, heads, scale
+                q, self.k_b, self.v_b, dense, part, batch, layout, policy, voters, heads, scale, self._unit()
             )
             return out, part
 
         out, cache = policies.call(cache, layer, attend)
         return self._output(out, plan), cache
+
+    def _unit(self) -> jax.Array | None:
+        """A power of two that no gain of the latents' norm passes, where they are multiplied in e4m3."""
+        if not self.e4m3:
+            return None
+        gain = jnp.max(jnp.abs(self.kv_a_norm.astype(jnp.float32)))
+        return jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(gain, jnp.finfo(jnp.float32).tiny))))
 
     def _read_all(self, q, cache, batch, layout, positions, num_tiles):
         """Attention of the queries at `positions` (-1: none) to every earlier position, and its log-sum-exp."""

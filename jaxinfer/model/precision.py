@@ -38,7 +38,7 @@ class Precision:
     first_ffn: bool = True
     """Whether the first projection of each feed-forward (gate and up) is quantised as well."""
     e4m3_attention: bool = False
-    """Whether dense attention in prefill multiplies in e4m3."""
+    """Whether attention in prefill multiplies in e4m3: dense attention, and that to retrieved blocks."""
 
     @staticmethod
     def named(name: str, config: ModelConfig, unquantized: jnp.dtype, first_ffn: bool = True) -> "Precision":

@@ -144,6 +144,7 @@ def attend(
     voters: Voters,
     head_axes: tuple[str, ...],
     scale: float,
+    unit: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LayerCache, Selection]:
     """Attends the chunk's queries that do not read all, to what they select, one sequence after another.
 
@@ -154,6 +155,8 @@ def attend(
         cache: with the chunk's latents and their index.
         voters: under this policy.
         head_axes: mesh axes that divide the heads.
+        unit: of the latents, where blocks are attended to in e4m3 (see `kernels.mla_sparse.mla_blocks`); None: they
+            are not.
 
     Returns: `dense` with the others' output and log-sum-exp; the cache with what the query blocks remember; and what
     was selected, nothing for other query blocks.
@@ -193,7 +196,7 @@ def attend(
 
         hot = _hot(gathered(records, cache.row, policy.query_block), queries.start, first, end, num_blocks, policy)
         selection = _choose(found.masses, found.candidates, hot, far, policy)
-        distant = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale)
+        distant = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale, unit)
         chosen = jax.tree.map(lambda new, old: jnp.where(_over(my_blocks, new), new, old), selection, chosen)
         read = merge(*near, *distant)
         captured += _captured(queries, read[1], context, my_blocks, policy, v_b.shape[2], scale)
@@ -335,10 +338,10 @@ def _captured(queries, lse, context, mine, policy, kv_rank, scale):
     return jnp.where(block < 0, 0.0, jnp.stack((share, jnp.float32(1))))
 
 
-def _attend_far(queries, v_b, context, selection, mine, tokens, policy, scale):
+def _attend_far(queries, v_b, context, selection, mine, tokens, policy, scale, unit):
     """Attention of the query blocks that are `mine` to their lists, by token: `[T, H, v]` and `[T, H]`."""
     dtype, (heads, _, rank) = queries.q.dtype, v_b.shape
-    sizes = {"block": policy.block, "kv_rank": rank, "scale": scale}
+    sizes = {"block": policy.block, "kv_rank": rank, "scale": scale, "unit": unit}
     latent, of_block = mla_blocks(queries.absorbed, context.latents, selection.blocks, context.free, **sizes)
     # cuBLAS reads the heads where they lie; XLA would move all of the latents before.
     latent = with_layout_constraint(latent.reshape(-1, heads, rank).swapaxes(0, 1), ArrayLayout((1, 0, 2)))

@@ -49,7 +49,9 @@ CASES = [
 
 def test_the_default_table_has_every_row_of_every_operation() -> None:
     cases = chosen_cases(list(OPERATIONS), [])
-    assert len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 * 3 * 3 + 4 + 2 * 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2 + 5
+    assert (
+        len(cases) == len(set(cases)) == 7 * 4 + 4 * 4 + 3 * 3 + 2 * 3 * 3 + 4 + 2 * 3 + 3 + 2 + 2 + 3 + 2 + 5 * 2 + 5
+    )
     assert Case("gemm", "block", (4096, 7168, 18432)) in cases
     assert Case("mla_decode", "bf16, one long", (64, 128, 524288)) in cases
     for case in cases:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.kernels.reference import mla_prefill as reference
-from jaxinfer.model import attention
+from jaxinfer.model import attention, sparse
 from tests.oracles import oracle
 
 
@@ -30,11 +30,14 @@ def fake(q, latents, k_b, v_b, key_limit, *, scale, e4m3):
     return reference._attend(rounded(q), jnp.concatenate((k, rope), axis=-1), v, key_limit, scale)
 
 
-def served(name: str, mesh: str, attention_dtype: str, prompts: list[list[int]]) -> np.ndarray:
+def served(
+    name: str, mesh: str, attention_dtype: str, prompts: list[list[int]], attention: str = "dense"
+) -> np.ndarray:
     with LLM(
         model=str(oracle(name)),
         precision="fp32",
         attention_dtype=attention_dtype,
+        attention=attention,
         mesh=mesh,
         chunk_size=8,
         page_size=8,
@@ -62,3 +65,18 @@ def test_logits_move_by_what_the_casts_cost(name: str, mesh: str, monkeypatch: p
     assert cost > 1e-3 * np.std(plain)
     assert deviation(got, plain) == pytest.approx(cost, rel=0.1)
     assert deviation(got, expected) < 0.2 * cost
+
+
+def test_retrieved_blocks_are_read_in_fp8(monkeypatch: pytest.MonkeyPatch):
+    """Beside dense attention, and not the windows: they cost less than all keys do."""
+    grid = "window=8,anchor_gap=8,sinks=8,block=8,query_block=8,group=4,dense_below=16,hot_epoch=16"
+    hybrid = f"hybrid:{grid},candidates=8,voters=4,retrieve_blocks=4,hot_blocks=2,head_groups=1"
+    prompts = np.load(oracle("deepseek_v3") / "reference.npz")["input_ids"][0][:60].reshape(1, 60).tolist()
+    got = served("deepseek_v3", "cp=1", "fp8", prompts, hybrid)
+    dense = [served("deepseek_v3", "cp=1", kind, prompts) for kind in ("bf16", "fp8")]
+    in_float32 = sparse.mla_blocks
+    monkeypatch.setattr(sparse, "mla_blocks", lambda *operands, unit, **sizes: in_float32(*operands, **sizes))
+    without = served("deepseek_v3", "cp=1", "fp8", prompts, hybrid)
+    np.testing.assert_array_equal(got[:, :16], without[:, :16])
+    cost, of_dense = deviation(got[:, 16:], without[:, 16:]), deviation(dense[0][:, 16:], dense[1][:, 16:])
+    assert 0.05 * of_dense < cost < of_dense
