@@ -37,7 +37,9 @@ def compare(kind: Kind, given: tuple, capsys, monkeypatch, unit: float = UNIT, t
     out, lse, wanted, wanted_lse = (np.asarray(x, np.float32) for x in (out, lse, wanted, wanted_lse))
     assert np.any(wanted != 0)
     assert np.linalg.norm(out - wanted) <= 3e-2 * np.linalg.norm(wanted)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=2e-5)
+    # The center's part of the scores and the rest may be as large as the largest of all, and cancel.
+    largest = np.max(np.abs(wanted_lse), where=np.isfinite(wanted_lse), initial=0.0)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=2e-5 + 1e-6 * largest)
     assert np.all(out[np.isneginf(wanted_lse)] == 0)
 
 
