@@ -43,7 +43,7 @@ TOGETHER = ROWS * _WARPGROUPS * _CLUSTER
 """Rows of a cluster."""
 _PIECES = 4
 """Of a tile: the more, the seldomer a warpgroup's products stand still; with eight ptxas runs out of registers."""
-_IN_REGISTERS = 512
+_IN_REGISTERS = 384
 """Numbers of a row at most: they are held in registers, so that products read less from shared memory."""
 _ALIGNMENT = 8
 _REGISTERS = 240, 24
@@ -115,7 +115,7 @@ def reason_against(dim: int, per_block: int) -> str | None:
 def choose(dim: int, per_block: int) -> Blocks:
     """The larger pieces where three accumulators, the rows and the maxima of all blocks fit into registers."""
     step = _step(dim)
-    piece = 256 if dim == step and per_block > 4 else 128
+    piece = 256 if dim == step and per_block > 8 else 128
     room = SHARED_MEMORY - _WARPGROUPS * ROWS * dim
     return Blocks(piece=piece, stages=min(_STAGE_BYTES, room) // (piece * step))
 
@@ -366,8 +366,8 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
             def _of_tile(index):
                 found = highest(rows, zero, carry + index * shape.tile_steps)
                 columns = pl.ds((part * shape.part + index) * shape.blocks, shape.blocks)
-                # A number beyond the largest would have a share of all and of nothing.
-                found = jnp.clip(found.astype(jnp.float32), -_LARGEST, _LARGEST)
+                # Infinity would have a share of all and of nothing.
+                found = jnp.minimum(found, jnp.asarray(_LARGEST, _SUMS)).astype(jnp.float32)
                 factor = lax.broadcast_in_dim(factors, found.shape, [0])
                 best[_rows(pair, warpgroup), columns] = found * factor + math.log(group)
 
