@@ -8,23 +8,28 @@ The groups of a tile are ordered by their place in the block: its first columns 
 and so on.  The maximum over the groups of a block is then one of registers of the same thread, and a tile falls into
 pieces, some places of all its blocks each, whose maxima are found while the products of the next run.
 
-Tensor cores multiply e4m3 so fast that the maximum takes as long.  Sums are float16 for this: two in a register, and one
-instruction is the maximum of two pairs.  They are off by about 2^-11 of the largest, which is what the tensor cores keep
-of e4m3 products in float32 as well (14 bits).  Beyond 65,504 they saturate, which takes an index 20 times as large as
-its moments say (see `kernels.selection.index`).
+Tensor cores multiply e4m3 so fast that the maxima of float32 sums would take as long.  Sums are float16: two lie in a
+register, and one instruction takes the maximum of two or three such pairs.  They are off by about 2^-11 of the largest,
+which is not much more than in float32, for which the tensor cores add up e4m3 products with about 14 bits.  Beyond
+65,504 they saturate: with queries of up to 28 that takes an index ten times as large as its moments say (see
+`kernels.selection.index`).
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import nvvm
+from jax.experimental.mosaic.gpu import mma_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from jaxinfer.kernels.mosaic.roles import copy_beside
 from jaxinfer.kernels.tiles import SHARED_MEMORY
@@ -36,6 +41,8 @@ UNIT = 64
 """Numbers of the index come in multiples of it."""
 _SWIZZLE = 128
 """Bytes of a row of shared memory at most, that is, numbers that are multiplied at a time."""
+_AT_ONCE = 32
+"""Numbers of a row that an instruction multiplies."""
 _SUMS = jnp.float16
 _LARGEST = float(jnp.finfo(_SUMS).max)
 _WARPGROUPS, _CLUSTER = 2, 2
@@ -283,25 +290,61 @@ def _copy(shape, blocks, operands, scratch):
     lax.fori_loop(jnp.maximum(done - blocks.stages, 0), done, drain, None)
 
 
-def _product(sums, rows, index, first):
-    """Starts to add the product of `rows` (registers) with `index`, transposed, to sums; returns these.
+def _product(sums, rows, index):
+    """Starts to add the product of `rows [64, K]` (registers) with `index [N, K]` to sums, which it returns.
 
-    They are written until the product is waited for.  `first`: the sums were not made by a product.  Mosaic's own
-    accumulators cannot be float16.
+    They are written until the product is waited for.  None: they are the product alone.  Below Pallas, whose
+    accumulators cannot be float16, and have to be set before the first product.
     """
-    step = rows.shape[1]
+    shape, step = (ROWS, index.shape[0]), rows.shape[1]
+    types = plgpu.Layout.WGMMA_8BIT, plgpu.RefType(_transforms(step))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT, plgpu.RefType(_transforms(step))),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def multiply(_, sums, rows, index):
-        before = mgpu.WGMMAAccumulator.from_registers(sums, sync=first)
-        after = mgpu.wgmma(before, rows, mgpu.memref_transpose(index, (1, 0, 3, 2)), swizzle=step)
+    def multiply(_, rows, index, sums=None):
+        i32, i64, layout = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), mgpu.WGMMA_LAYOUT
+        (descriptor, (_, (stride, *_))), *_ = mma_utils.create_descriptor(
+            mgpu.memref_transpose(index, (1, 0, 3, 2)),
+            swizzle=step,
+            large_tile=(step, step),
+            group_size=(step, shape[1]),
+            logical_k_major=True,
+        )
+        rows = mgpu.optimization_barrier(rows)
+        nvvm.wgmma_fence_aligned()
+        held = [] if sums is None else [mgpu.utils.bitcast(register, i32) for register in sums.registers.flat]
+        for start in range(0, step, _AT_ONCE):
+            part = rows[:, start : start + _AT_ONCE].registers.flat
+            operands = [*(mgpu.utils.bitcast(register, i32) for register in part), descriptor]
+            held = _start(held, operands, shape[1])
+            descriptor = llvm.add(descriptor, mgpu.c(stride >> 4, i64), overflow_flags=llvm.IntegerOverflowFlags.none)
         nvvm.wgmma_commit_group_sync_aligned()
-        return after.value
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        registers = np.empty(len(held), dtype=object)
+        registers[:] = [mgpu.utils.bitcast(register, pair) for register in held]
+        registers = registers.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return multiply(sums, rows, index)  # pyright: ignore[reportCallIssue]
+    arguments = (rows, index) if sums is None else (rows, index, sums)
+    return plgpu.inline_mgpu(
+        arg_types=types if sums is None else (*types, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(shape, _SUMS, layout=plgpu.Layout.WGMMA),
+    )(multiply)(*arguments)
+
+
+def _start(held, operands, columns):
+    """Starts one instruction: registers of two float16 sums each, `held` (none: 0) and the product of the operands."""
+    count, i32 = columns // 4, ir.IntegerType.get_signless(32)
+    names = iter(f"${number}" for number in itertools.count())
+    out, _, rows, (index,) = (list(itertools.islice(names, n)) for n in (count, len(held), 4, 1))
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * count),
+        [*held, *operands],
+        f"{{ .reg .pred add; setp.ne.b32 add, {int(bool(held))}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{_AT_ONCE}.f16.e4m3.e4m3 "
+        f"{{{','.join(out)}}}, {{{','.join(rows)}}}, {index}, add, 1, 1; }}",
+        ",".join(["=r"] * count + [str(number) for number in range(len(held))] + ["r"] * 4 + ["l"]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(i32, found, [number]) for number in range(count)]
 
 
 def _score(shape, blocks, group, operands, best, scratch, warpgroup):
@@ -314,10 +357,10 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
     def release(step):
         plgpu.barrier_arrive(scratch["empty"].at[lax.rem(step, jnp.int32(blocks.stages))])
 
-    def multiply(sums, rows, step, first=False):
+    def multiply(sums, rows, step):
         slot = lax.rem(step, jnp.int32(blocks.stages))
         plgpu.barrier_wait(scratch["full"].at[slot])
-        return _product(sums, rows, scratch["index"].at[slot], first)
+        return _product(sums, rows, scratch["index"].at[slot])
 
     def finish(sums, step, running):
         """The maximum over the groups of a piece, whose last step is given and precedes `running` products."""
@@ -328,12 +371,11 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
         places = [sums[:, i : i + shape.blocks] for i in range(0, blocks.piece, shape.blocks)]
         return lax.optimization_barrier(functools.reduce(jnp.maximum, places))
 
-    def highest(rows, zero, step):
+    def highest(rows, step):
         """The maximum over the groups of a tile, the first step of which is given."""
         found, before = [], None
         for _ in range(_PIECES):
-            sums = plgpu.layout_cast(jnp.full((ROWS, blocks.piece), zero), plgpu.Layout.WGMMA)
-            sums = multiply(sums, rows[0], step, first=True)
+            sums = multiply(None, rows[0], step)
             if before is not None:
                 found.append(finish(before, step - 1, running=1))
             for k in range(1, shape.steps):
@@ -347,8 +389,6 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
     @plgpu.nd_loop((shape.parts * shape.pairs,), collective_axes="block", init_carry=jnp.int32(0))
     def _of_item(info, carry):
         pair, part, tiles = _item(shape, operands, info.index[0])
-        # 0, though the compiler does not know: it would keep one for all sums in a register of the last.
-        zero = lax.shift_right_logical(operands["tiles"][pair], jnp.int32(31)).astype(_SUMS)
 
         @pl.when(tiles > 0)
         def _of_tiles():
@@ -364,7 +404,7 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
 
             @pl.loop(0, tiles)
             def _of_tile(index):
-                found = highest(rows, zero, carry + index * shape.tile_steps)
+                found = highest(rows, carry + index * shape.tile_steps)
                 columns = pl.ds((part * shape.part + index) * shape.blocks, shape.blocks)
                 # Infinity would have a share of all and of nothing.
                 found = jnp.minimum(found, jnp.asarray(_LARGEST, _SUMS)).astype(jnp.float32)

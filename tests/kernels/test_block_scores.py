@@ -30,15 +30,14 @@ def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
 def products(monkeypatch: pytest.MonkeyPatch):
     """The products, below Pallas, as the interpreter can have them."""
 
-    def product(sums, rows, index, first):
-        del first
-
+    def product(sums, rows, index):
         def multiply(accumulator):
             plgpu.wgmma(accumulator, rows, index.transpose((1, 0)))
             return accumulator[...]
 
-        found = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(sums.shape, jnp.float32))
-        return (sums.astype(jnp.float32) + found).astype(sums.dtype)
+        shape = block_scores.ROWS, index.shape[0]
+        found = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        return (found if sums is None else sums.astype(jnp.float32) + found).astype(jnp.float16)
 
     monkeypatch.setattr(block_scores, "_product", product)
 
