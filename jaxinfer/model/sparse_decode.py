@@ -153,7 +153,8 @@ def _shares(q, lse, plan, cache, batch, layout, policy, head_axes, scale):
 
     speaking, factors = query_index(q, batch.sparse.index.queries[cache.layer])
     groups = batch.page_table.shape[1] * layout.page_size // group
-    each = groups * (speaking.shape[1] * 4 + speaking.shape[2] * 2)  # the index, as it is multiplied, is bfloat16
+    # At most: where the conversion is no part of the product, the index is there in bfloat16 as well.
+    each = groups * (speaking.shape[1] * 4 + speaking.shape[2] * 3)
     found = lax.map(best, (speaking, factors, batch.page_table), batch_size=max(1, _LOGIT_BYTES // each))
     if ranks > 1:
         batches, voters, pieces = found.shape
