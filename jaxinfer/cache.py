@@ -27,8 +27,7 @@ class Cache(NamedTuple):
     """`kernels.latents.Latents`, a row for each token: one for each format that layers have, in the order in which the
     formats come, with the layers of this format."""
     index: Any = None
-    """A row for each group of tokens: `group_index` of `[index_dim]`, in float32 where there are float32 latents, else
-    in bfloat16."""
+    """A row for each group of tokens: `group_index` of `[index_dim]`, e4m3."""
     records: Any = None
     """A row for each query block: int32 `[RECORDED, 2]`, what it retrieved (see `kernels.selection.hot`)."""
     reads: Any = None
@@ -83,8 +82,7 @@ def cache_spec(
     each = tuple(map(latents, kinds))
     if isinstance(policy, Dense):
         return Cache(each)
-    widest = "float32" if any(kind.dtype == "float32" for kind in kinds) else "bfloat16"
-    index = array(page_size // policy.group, policy.index_dim, of=widest)
+    index = array(page_size // policy.group, policy.index_dim, of="float8_e4m3fn")
     records = array(page_size // policy.query_block, RECORDED, 2, of="int32")
     ranks = config.num_layers, rules.mesh.replicas * rules.mesh.cp, 2, 4
     sharding = rules.sharding(mesh, (None, "pages", None, None), ranks)

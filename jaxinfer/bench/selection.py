@@ -108,6 +108,6 @@ class Selection(Operation):
         rows = policy.probes * min(policy.voters, heads)
         groups = float(ends.sum()) * policy.block / policy.group
         keys = float(len(ends)) * policy.candidates * policy.block
-        moved = 2 * LATENT * (tokens + len(ends) * rows) + 2 * policy.index_dim * tokens / policy.group
+        moved = 2 * LATENT * (tokens + len(ends) * rows) + policy.index_dim * tokens / policy.group
         moved += 8 * len(ends) * policy.head_groups * policy.candidates
         return Work(flops=2 * rows * (policy.index_dim * groups + LATENT * keys), bytes=moved)

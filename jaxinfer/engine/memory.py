@@ -62,7 +62,7 @@ def sparse_workspace(
     tokens, context, latent = capacity.chunk_size, capacity.max_context + policy.hot_epoch, config.latent_dim
     query_blocks, blocks = tokens // policy.query_block + capacity.max_segments, context // policy.block
     gathered = 2 * context * latent * itemsize + context // policy.query_block * RECORDED * 2 * 4 * 2
-    gathered += 2 * context // policy.group * policy.index_dim * itemsize
+    gathered += 2 * context // policy.group * policy.index_dim
     masses = 3 * query_blocks * blocks * 4 + context // policy.hot_epoch * blocks * 4 * 2
     absorbed = query_blocks * policy.query_block * heads * latent * (2 * itemsize + 2 * 4)
     if e4m3:  # keys, and values again, turned; queries, their rotary part in two bytes

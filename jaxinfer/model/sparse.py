@@ -54,7 +54,7 @@ class Context(NamedTuple):
     latents: jax.Array
     """`[S, kv_rank + rope]`, in the order of the positions."""
     index: jax.Array
-    """`[S / group, index_dim]`."""
+    """`[S / group, index_dim]`, e4m3."""
     shared: jax.Array
     """int32 `[A]`, positions of sinks and anchors, ascending; then the largest int32."""
     free: jax.Array
@@ -117,7 +117,7 @@ def put_index(
 
     def take(latents, place):
         taken = jax.tree.map(lambda array: array.at[place, *rows].get(mode="clip"), latents)
-        return expand(taken, cache.index.dtype)
+        return expand(taken, projection.dtype)
 
     found = group_index(policies.read(cache, layer, take), projection, group)[:, 0]
     return cache._replace(index=put_rows(cache.index, layer, page, number, found))

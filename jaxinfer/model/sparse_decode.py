@@ -12,6 +12,7 @@ from jaxinfer.kernels.selection.index import query_index
 from jaxinfer.kernels.selection.retrieve import voting_heads
 from jaxinfer.kernels.selection.scores import group_logits
 from jaxinfer.kernels.selection.single import candidates, entries, listed, shares
+from jaxinfer.kernels.words import from_words, words
 from jaxinfer.model.batch import DecodeBatch
 from jaxinfer.model.policies import Policies
 from jaxinfer.model.sparse import put_index
@@ -143,16 +144,18 @@ def _shares(q, lse, plan, cache, batch, layout, policy, head_axes, scale):
     piece = policy.block if ranks == 1 else unit(layout, policy)
 
     def best(item):
-        q, pages = item
-        index = cache.index.at[cache.layer, pages].get(mode="clip").reshape(-1, q.shape[-1])
+        q, q_scale, pages = item
+        index = from_words(words(cache.index).at[cache.layer, pages].get(mode="clip"), cache.index.dtype)
+        index = index.reshape(-1, q.shape[-1])
         index = index[: index.shape[0] // (piece // group) * (piece // group)]
-        logits = group_logits(q[None], index, group=group, scale=scale)[0]
+        logits = group_logits(q[None], q_scale[None], index, group=group, scale=scale)[0]
         return jnp.max(logits.reshape(logits.shape[0], -1, piece // group), axis=2)
 
-    speaking = query_index(q, batch.sparse.index.queries[cache.layer])
+    speaking, factors = query_index(q, batch.sparse.index.queries[cache.layer])
     groups = batch.page_table.shape[1] * layout.page_size // group
-    each = groups * (speaking.shape[1] * 4 + speaking.shape[2] * cache.index.dtype.itemsize)
-    found = lax.map(best, (speaking, batch.page_table), batch_size=max(1, _LOGIT_BYTES // each))
+    # At most: where the conversion is no part of the product, the index is there in bfloat16 as well.
+    each = groups * (speaking.shape[1] * 4 + speaking.shape[2] * 3)
+    found = lax.map(best, (speaking, factors, batch.page_table), batch_size=max(1, _LOGIT_BYTES // each))
     if ranks > 1:
         batches, voters, pieces = found.shape
         stripe = layout.stripe // piece

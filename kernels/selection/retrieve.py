@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.kernels import dispatch
 from jaxinfer.kernels.mosaic import block_masses, block_scores, block_votes
 from jaxinfer.kernels.reference.rows import map_active
-from jaxinfer.kernels.selection.index import query_index
+from jaxinfer.kernels.selection.index import TYPE, query_index
 from jaxinfer.kernels.selection.lists import sorted_whole
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.scores import (
@@ -76,7 +76,7 @@ def retrieve(
         local_lse: log-sum-exp of what each query reads anyhow.
         first, end: the blocks `first .. end - 1` may be retrieved (see `grid.eligible_blocks`).
         context: latents and rotated keys in the order of the positions, `S` a multiple of `block`.
-        index: the index of the groups: their means, projected (see `kernels.selection.index`).
+        index: the index of the groups, e4m3: their means, projected (see `kernels.selection.index`).
         projection: of the queries, in their type.
         free: positions that count in the second level: those that are not read anyhow as anchors.
         voting: heads that speak for each group of heads (see `voting_heads`).
@@ -109,7 +109,7 @@ def workspace(
     each = _score_bytes(probes * voters, num_blocks)
     scores = min(n * each, _SCORE_BYTES + each)
     rows = n * probes * voters * (2 * dim * 2 + 2 * index_dim * 4 + candidates * 4)
-    tiles = num_blocks * per_block * index_dim * 4
+    tiles = num_blocks * per_block * index_dim * 2
     # Votes are sorted when there are no scores any more.
     found = scores // probes + max(scores, n * voters * 16 * sorted_whole(candidates))
     return max(_LOGIT_BYTES, found + rows + tiles)
@@ -121,9 +121,11 @@ def _score_bytes(rows, num_blocks):
 
 
 def _reason_against(q, context, index, projection, block, per_block, probes, voters):
-    types = [array.dtype for array in (q, context, index, projection)]
+    types = [array.dtype for array in (q, context, projection)]
     if any(dtype != jnp.bfloat16 for dtype in types):
-        return "queries are {}, latents {}, their index {} and the projection {}, not bfloat16".format(*types)
+        return "queries are {}, latents {} and the projection {}, not bfloat16".format(*types)
+    if index.dtype != TYPE:
+        return f"the index is {index.dtype}, not {TYPE.dtype}"
     if 0 in q.shape or context.shape[0] == 0:
         return "there are no queries or no keys"
     return (
@@ -146,7 +148,7 @@ def _by_query_blocks(
         q, valid, lse, first, end = item
         rows = probe_rows(valid, probes)
         q, lse = q[rows][:, heads], lse[rows][:, heads]
-        logits = group_logits(query_index(q, projection), index, group=group, scale=scale)
+        logits = group_logits(*query_index(q, projection), index, group=group, scale=scale)
         votes = jnp.max(estimated_shares(logits, lse, first, end, per_block=block // group), axis=0)
         found = candidate_blocks(votes, first, end, candidates)
         seen = open_keys.at[found].get(mode="clip") & (found >= 0)[:, None]
@@ -176,10 +178,11 @@ def _by_kernels(
     of_blocks = index.reshape(num_blocks, block // group, -1)
 
     def find(items):
-        speaking, local_lse, first, end = items
+        (speaking, speaking_scale), local_lse, first, end = items
         spoken = jnp.repeat(jnp.stack((first, end)), head_groups * probes * voters, axis=1)
         sizes = {"group": group, "scale": scale, "multiprocessors": multiprocessors}
-        best = block_scores.block_scores(speaking.reshape(-1, index.shape[1]), of_blocks, *spoken, **sizes)
+        rows = speaking.reshape(-1, index.shape[1]), speaking_scale.reshape(-1)
+        best = block_scores.block_scores(*rows, of_blocks, *spoken, **sizes)
         sizes = {"num_blocks": num_blocks, "multiprocessors": multiprocessors}
         votes = block_votes.block_votes(best, local_lse, first, end, **sizes)
 

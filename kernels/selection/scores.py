@@ -14,18 +14,20 @@ from jaxinfer.kernels.selection.lists import ascending, top_k
 
 
 def group_logits(
-    q: Float[Array, "P V d"], index: Float[Array, "M d"], *, group: int, scale: float
+    q: Float[Array, "P V d"], q_scale: Float[Array, "P V"], index: Float[Array, "M d"], *, group: int, scale: float
 ) -> Float[Array, "P V M"]:
-    """First level: the logit of each group, `scale q index + ln(group)`, as if all its tokens were their mean.
+    """First level: the logit of each group, `scale q_scale q index + ln(group)`, as if all its tokens were their mean.
 
     Args:
-        q: projected queries (see `kernels.selection.index`).
-        index: the index of the groups: their means, projected.
+        q, q_scale: projected queries, e4m3, and their scales (see `kernels.selection.index`).
+        index: the index of the groups, e4m3: their means, projected.
 
-    Costs `2 d V P M` floating-point operations for a query block.
+    Costs `2 d V P M` floating-point operations for a query block.  Products and sums are in float32.
     """
-    logits = jnp.einsum("pvd,md->pvm", q, index.astype(q.dtype), preferred_element_type=jnp.float32)
-    return logits * scale + math.log(group)
+    # bfloat16 holds every e4m3, and its products are as exact.
+    q, index = q.astype(jnp.bfloat16), index.astype(jnp.bfloat16)
+    logits = jnp.einsum("pvd,md->pvm", q, index, preferred_element_type=jnp.float32)
+    return logits * (scale * q_scale)[..., None] + math.log(group)
 
 
 def best_groups(logits: Float[Array, "*rows M"], first, end, *, per_block: int) -> Float[Array, "*rows NB"]:

@@ -24,7 +24,7 @@ from jaxinfer.configs.attention import Hybrid
 from jaxinfer.kernels.mosaic import block_masses, block_scores, block_votes
 from jaxinfer.kernels.mosaic.block_scores import Blocks
 from jaxinfer.kernels.selection import choice, hot, lists
-from jaxinfer.kernels.selection.index import group_index
+from jaxinfer.kernels.selection.index import TYPE, group_index, query_index
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 from jaxinfer.kernels.selection.scores import best_groups, candidate_blocks, shares_of_best
 from tests.gpu import workers
@@ -36,7 +36,8 @@ HELD_SECONDS, CASE_SECONDS = 12, 90
 REPEATS = 12
 SCALE = 0.07
 PROCESSORS = 132
-LOGIT_BOUND, MASS_BOUND, FLIPS_BOUND = 2e-3, 2e-3, 5e-3
+LOGIT_BOUND, MASS_BOUND, FLIPS_BOUND = 2e-3, 2e-3, 2e-2
+SCORE_BOUND = 2.0**-9  # of a row's largest: tensor cores keep 14 bits of sums of e4m3 products, float16 keeps 11
 VOTE_BOUND = 2e-5
 """Relative: exponentials of up to -30 in float32."""
 RECORDED = 16
@@ -136,11 +137,12 @@ def lists_of(size: Size) -> np.ndarray:
 
 
 def _level_1(size: Size):
-    """Operands of the first level: rows of successive query blocks, index, limits."""
+    """Operands of the first level: rows of successive query blocks and their scales, index, limits."""
     count, policy = size.n * policy_rows(size), size.policy
-    index = numbers((size.blocks, policy.block // policy.group, policy.index_dim), 2)
+    index = numbers((size.blocks, policy.block // policy.group, policy.index_dim), 2).astype(TYPE)
     end = jnp.repeat(jnp.asarray(size.ends), policy_rows(size))
-    return numbers((count, policy.index_dim), 1), index, jnp.ones_like(end), end
+    q = query_index(numbers((count, policy.index_dim), 1), jnp.eye(policy.index_dim, dtype=jnp.bfloat16))
+    return *q, index, jnp.ones_like(end), end
 
 
 def policy_rows(size: Size) -> int:
@@ -166,18 +168,16 @@ def verdict(good: bool, said: str, bound: str) -> dict[str, Any]:
 def check_level_1(size: Size, blocks: Blocks | None = None) -> dict[str, Any]:
     """Some of the rows against float32."""
     policy = size.policy
-    per_block = policy.block // policy.group
     sample = np.unique(np.linspace(0, size.n * policy_rows(size) - 1, 256).astype(np.int32))
 
-    def compare(q, index, first, end, best):
-        q, first, end, best = (array[sample] for array in (q, first, end, best))
-        flat = index.reshape(-1, policy.index_dim).astype(jnp.float32)
-        logits = jnp.einsum("rd,md->rm", q.astype(jnp.float32), flat, precision="highest") * SCALE
-        wanted = jax.vmap(functools.partial(best_groups, per_block=per_block))(
-            logits + np.log(policy.group).astype(np.float32), first, end
-        )
-        eligible = jnp.isfinite(wanted)
-        error = jnp.where(eligible, jnp.abs(best[:, : size.blocks] - wanted), 0.0)
+    def compare(q, q_scale, index, first, end, best):
+        q, q_scale, first, end, best = (array[sample] for array in (q, q_scale, first, end, best))
+        q, flat = q.astype(jnp.float32) * q_scale[:, None], index.reshape(-1, policy.index_dim).astype(jnp.float32)
+        logits = jnp.einsum("rd,md->rm", q, flat, precision="highest") * SCALE
+        of_row = functools.partial(best_groups, per_block=policy.block // policy.group)
+        wanted = jax.vmap(of_row)(logits + np.log(policy.group).astype(np.float32), first, end)
+        eligible, largest = jnp.isfinite(wanted), jnp.max(jnp.abs(logits), axis=1, keepdims=True)
+        error = jnp.where(eligible, jnp.abs(best[:, : size.blocks] - wanted) / largest, 0.0)
         return jnp.max(error), jnp.all(jnp.any(eligible, axis=1))
 
     make = jax.jit(functools.partial(_level_1, size)).lower().compile()
@@ -188,8 +188,8 @@ def check_level_1(size: Size, blocks: Blocks | None = None) -> dict[str, Any]:
         best = kernel(*operands)
         error, some = map(float, compare(*operands, best))
         same = bool(jnp.all(kernel(*operands)[sample, 1:100] == best[sample, 1:100]))
-    good = error <= LOGIT_BOUND and same and bool(some)
-    return verdict(good, f"logits {error:.1e}, repeats {same}", f"{LOGIT_BOUND}")
+    good = error <= SCORE_BOUND and same and bool(some)
+    return verdict(good, f"logits off by {error:.1e} of the largest, repeats {same}", f"{SCORE_BOUND}")
 
 
 def _scores(size: Size, end: np.ndarray):
@@ -306,7 +306,7 @@ def check_candidates(size: Size) -> dict[str, Any]:
 
 
 def check_retrieve(size: Size) -> dict[str, Any]:
-    """The kernels against the jnp form, both of bfloat16: what rounding turns around is counted."""
+    """The kernels against the jnp form, of the same rounded numbers: what sums turn around is counted."""
     make = jax.jit(functools.partial(operands_of, size)).lower().compile()
     forms = "mosaic", "reference"
     programs = [
@@ -431,9 +431,9 @@ def time_rest(size: Size) -> dict[str, Any]:
 
 K = 1024
 VARIANTS = {
-    "pieces of 128 groups, 8 stages": Blocks(piece=128, stages=8),
-    "pieces of 128 groups, 4 stages": Blocks(piece=128, stages=4),
-    "pieces of 64 groups, 16 stages": Blocks(piece=64, stages=16),
+    "pieces of 256 groups, 8 stages": Blocks(piece=256, stages=8),
+    "pieces of 256 groups, 4 stages": Blocks(piece=256, stages=4),
+    "pieces of 128 groups, 16 stages": Blocks(piece=128, stages=16),
 }
 
 

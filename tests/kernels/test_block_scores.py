@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.kernels.mosaic import block_masses, block_scores
-from jaxinfer.kernels.selection.index import group_index
+from jaxinfer.kernels.selection.index import TYPE, group_index, query_index
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
 from jaxinfer.kernels.selection.scores import best_groups, group_logits
 from tests.kernels.interpreter import interpreted
@@ -16,37 +18,69 @@ from tests.kernels.products import TWO_PROCESSORS, lower_for_cuda
 
 SCALE = 0.2
 SMALL = block_scores.Blocks(piece=16, stages=2)
+SUMS = 2.0**-10
+"""How far sums of e4m3 products are off, of a row's largest: those of tensor cores, and float16, by 2^-11 each."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch):
+    """The products, below Pallas, as the interpreter can have them."""
+
+    def product(sums, rows, index):
+        def multiply(accumulator):
+            plgpu.wgmma(accumulator, rows, index.transpose((1, 0)))
+            return accumulator[...]
+
+        shape = block_scores.ROWS, index.shape[0]
+        found = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        return (found if sums is None else sums.astype(jnp.float32) + found).astype(jnp.float16)
+
+    monkeypatch.setattr(block_scores, "_product", product)
+
+
 SCORES = {
     # rows, blocks, groups of a block, numbers, how the work is cut, (first, end) of successive parts of the rows
     "limits that differ within a warpgroup": (72, 37, 4, 128, SMALL, [(1, 37), (3, 9), (0, 1), (5, 5)]),
     "rows of two clusters, of which one retrieves nothing": (264, 40, 8, 64, SMALL, [(0, 40), (0, 0)]),
-    "more steps than rows in registers": (40, 19, 8, 192, SMALL, [(0, 19)]),
+    "steps of half the bytes": (40, 19, 8, 192, SMALL, [(0, 19)]),
+    "two steps": (40, 19, 8, 256, SMALL, [(0, 19)]),
     "the cut of an index of 64 numbers": (24, 35, 32, 64, None, [(2, 35), (0, 20)]),
 }
 
 
 @pytest.mark.parametrize("name", SCORES)
+@pytest.mark.usefixtures("products")
 def test_best_groups(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     rows, blocks, per_block, dim, cut, limits = SCORES[name]
     monkeypatch.setattr(block_scores, "_PART", 32)  # several parts
     rng = np.random.default_rng(rows)
-    q, index = normal(rng, rows, dim), normal(rng, blocks, per_block, dim)
+    q, q_scale = query_index(normal(rng, rows, dim), jnp.eye(dim, dtype=jnp.bfloat16))
+    index = normal(rng, blocks, per_block, dim).astype(TYPE)
     first, end = np.repeat(np.asarray(limits, np.int32), -(-rows // len(limits)), axis=0)[:rows].T
     index = index.at[int(end.max()) :].set(jnp.nan)
     run = functools.partial(block_scores.block_scores, group=32, scale=SCALE, multiprocessors=2, blocks=cut)
     with interpreted(capsys, monkeypatch):
-        best = jax.block_until_ready(jax.jit(run)(q, index, first, end))
-    logits = group_logits(q[:, None], index.reshape(-1, dim), group=32, scale=SCALE)[:, 0]
+        best = jax.block_until_ready(jax.jit(run)(q, q_scale, index, first, end))
+    logits = group_logits(q[:, None], q_scale[:, None], index.reshape(-1, dim), group=32, scale=SCALE)[:, 0]
     wanted = jax.vmap(functools.partial(best_groups, per_block=per_block))(logits, first, end)
     eligible = (np.arange(blocks) >= first[:, None]) & (np.arange(blocks) < end[:, None])
     assert best.shape[1] >= blocks
-    np.testing.assert_allclose(best[:, :blocks][eligible], wanted[eligible], atol=1e-5)
+    np.testing.assert_allclose(best[:, :blocks][eligible], wanted[eligible], atol=SUMS * np.nanmax(np.abs(logits)))
+
+
+@pytest.mark.usefixtures("products")
+def test_sums_that_float16_cannot_hold_are_its_largest(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    q = jnp.full((1, 64), 28, TYPE)
+    index = jnp.stack([jnp.full((4, 64), 448, TYPE), jnp.full((4, 64), -448, TYPE), jnp.full((4, 64), 1, TYPE)])
+    limits = jnp.zeros(1, jnp.int32), jnp.full(1, 3, jnp.int32)
+    run = functools.partial(block_scores.block_scores, group=1, scale=1.0, multiprocessors=2, blocks=SMALL)
+    with interpreted(capsys, monkeypatch):
+        best = jax.block_until_ready(jax.jit(run)(q, jnp.full(1, 2.0), index, *limits))
+    assert best[0, :3].tolist() == [2 * 65504.0, -np.inf, 2 * 28 * 64.0]
 
 
 MASSES = {
@@ -101,12 +135,13 @@ def case(n: int, queries: int, heads: int, dim: int, blocks: int, block: int, in
     end[1] = 0
     free = rng.random(blocks * block) > 0.1
     key_projection, projection = (normal(rng, dim, index_dim) / dim**0.5 for _ in range(2))
-    index = group_index(context, key_projection, 16)
+    index = group_index(context, 4 * key_projection, 16)
     arrays = q, valid, lse, np.ones(n, np.int32), end, context, index, projection, free, voting_heads(heads, 2, 4)
     return tuple(map(jnp.asarray, arrays))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("budget", [2**30, 1])
 def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Both forms find the same, also with so little room that the query blocks are taken one by one."""
@@ -129,6 +164,8 @@ def test_retrieve(budget: int, capsys: pytest.CaptureFixture, monkeypatch: pytes
         (2**19, 128, 576, 64, (4, 8), 64),
         (2**20, 128, 576, 64, (4, 8), 64),
         (2**19, 128, 576, 128, (8, 8), 128),
+        (2**17, 128, 576, 192, (4, 8), 64),
+        (2**17, 128, 576, 256, (4, 8), 64),
         (2**17, 4, 320, 64, (4, 1), 64),
     ],
 )
@@ -143,7 +180,7 @@ def test_lowers_for_cuda(tokens: int, heads: int, dim: int, index_dim: int, voti
         shape((256,), jnp.int32),
         shape((256,), jnp.int32),
         shape((tokens, dim), jnp.bfloat16),
-        shape((tokens // 4, index_dim), jnp.bfloat16),
+        shape((tokens // 4, index_dim), TYPE),
         shape((dim, index_dim), jnp.bfloat16),
         shape((tokens,), jnp.bool_),
         shape(voting, jnp.int32),
@@ -156,6 +193,10 @@ def test_operands_that_do_not_fit_are_refused():
     q, *rest = case(2, 4, 4, 64, 12, 64)
     with pytest.raises(ValueError, match="queries are float32"):
         retrieve(q.astype(jnp.float32), *rest, **sizes, implementation="mosaic")
+    with pytest.raises(ValueError, match="the index is bfloat16, not float8_e4m3fn"):
+        retrieve(q, *rest[:5], rest[5].astype(jnp.bfloat16), *rest[6:], **sizes, implementation="mosaic")
+    with pytest.raises(ValueError, match="index of 448 numbers do not fit into registers"):
+        retrieve(*case(2, 4, 4, 448, 12, 64, 448), **sizes, implementation="mosaic")
     with pytest.raises(ValueError, match="index of 72 numbers are no multiple of 64"):
         retrieve(*case(2, 4, 4, 128, 12, 64, 72), **sizes, implementation="mosaic")
     with pytest.raises(ValueError, match="blocks have 2 groups, not 4, 8, 16 or 32"):

@@ -12,7 +12,7 @@ from tests.kernels.products import interpreted, lower_for_cuda
 CASES = {
     "latents": (jnp.bfloat16, (64, 576)),
     "wide": (jnp.float32, (64, 320)),
-    "index": (jnp.bfloat16, (16, 64)),
+    "index": (jnp.float8_e4m3fn, (16, 64)),
     "bytes": (jnp.int8, (64, 512)),
     "scales": (jnp.float32, (64, 4)),
 }

@@ -20,6 +20,28 @@ def group_means(latents: np.ndarray, group: int) -> np.ndarray:
     return np.array(rows)
 
 
+def e4m3(x: np.ndarray) -> np.ndarray:
+    """The nearest number that e4m3 holds, of two the one that is even."""
+    bits = np.arange(127)
+    exponent, mantissa = bits // 8, bits % 8
+    held = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+    def nearest(value: float) -> float:
+        return min(zip(held, bits, strict=True), key=lambda pair: (abs(abs(value) - pair[0]), pair[1] % 2))[0]
+
+    x = np.asarray(x, np.float64)
+    return np.copysign([nearest(value) for value in x.reshape(-1)], x.reshape(-1)).reshape(x.shape)
+
+
+def rounded_queries(q: np.ndarray) -> np.ndarray:
+    """Queries `[..., d]`, each rounded to e4m3 times the power of two that makes its largest number 14 to 28."""
+    rows = []
+    for row in q.reshape(-1, q.shape[-1]):
+        scale = 2.0 ** math.ceil(math.log2(np.abs(row).max() / 28))
+        rows.append(e4m3(row / scale) * scale)
+    return np.reshape(rows, q.shape)
+
+
 def probe_rows(valid: int, count: int) -> list[int]:
     """The last row of each of `count` equal parts of the first `valid` rows."""
     return [max(math.floor(valid * part / count) - 1, 0) for part in range(1, count + 1)]

@@ -8,12 +8,13 @@ import pytest
 from jaxinfer.checkpoint.random import random_parameters
 from jaxinfer.configs.model import ModelConfig
 from jaxinfer.configs.presets import preset
-from jaxinfer.kernels.selection.index import group_index, projections, query_index
+from jaxinfer.kernels.selection.index import TYPE, group_index, projections, query_index
 from jaxinfer.model.index import _moments, index_projections
 from jaxinfer.model.precision import Precision
 from jaxinfer.model.transformer import parameter_specs
 from jaxinfer.sharding.mesh import make, parse
 from jaxinfer.sharding.rules import Rules
+from tests.selection import slow
 
 
 def sample(seed: int, count: int, size: int) -> np.ndarray:
@@ -52,10 +53,45 @@ def test_groups_are_means_of_projected_latents():
     rng = np.random.default_rng(6)
     latents, projection = rng.standard_normal((5, 24, 12)), rng.standard_normal((12, 4))
     found = group_index(jnp.asarray(latents, jnp.float32), jnp.asarray(projection, jnp.float32), 8)
-    wanted = (latents @ projection).reshape(5, 3, 8, 4).mean(axis=2)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
-    q = jnp.asarray(latents[0], jnp.bfloat16)
-    assert query_index(q, jnp.asarray(projection, jnp.bfloat16)).dtype == jnp.bfloat16
+    wanted = slow.e4m3((latents @ projection).reshape(5, 3, 8, 4).mean(axis=2))
+    assert found.dtype == TYPE
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted)
+
+
+def test_what_e4m3_cannot_hold_is_its_largest():
+    latents = jnp.array([[448.0, 463, 465, 1e9, -1e38, 2.0**-10 * 1.01, 2.0**-10, 0]])
+    index = group_index(latents, jnp.eye(8), 1).astype(jnp.float32)
+    assert index[0].tolist() == [448, 448, 448, 448, -448, 2.0**-9, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_queries_are_rounded_over_a_power_of_two_each(dtype):
+    rng = np.random.default_rng(8)
+    q = rng.standard_normal((6, 40, 4)) * 10.0 ** rng.integers(-8, 9, (6, 40, 1))
+    q[0, :3] = [28, -14, 3, 0], [14, 0, 0, 0], [14.001, 0, 0, 0]
+    q = jnp.asarray(q, dtype)
+    values, scale = query_index(q, jnp.eye(4, dtype=dtype))
+    assert values.dtype == TYPE and scale.dtype == jnp.float32 and scale.shape == q.shape[:2]
+    assert (jnp.frexp(scale)[0] == 0.5).all()
+    found = np.asarray(values, np.float64)
+    largest = np.abs(found).max(axis=2)
+    assert (largest >= 14).all() and (largest <= 28).all()
+    np.testing.assert_array_equal(found * scale[..., None], slow.rounded_queries(np.asarray(q, np.float64)))
+    values, scale = query_index(jnp.zeros((1, 4), dtype), jnp.eye(4, dtype=dtype))
+    assert not values.astype(jnp.float32).any() and np.isfinite(scale).all()
+
+
+def test_numbers_of_keys_are_of_unit_size_and_products_as_they_were():
+    """Whatever the sizes of queries and keys: powers of two move from one to the other."""
+    q, k = sample(10, 300, 24), sample(11, 300, 24)
+    found = []
+    for q_size, k_size in ((1, 1), (1e-3, 1e4), (37, 0.01)):
+        keys, queries = projections((q * q_size).T @ (q * q_size), (k * k_size).T @ (k * k_size) / len(k), 8)
+        size = np.sqrt(np.mean((k * k_size @ keys) ** 2, axis=0))
+        assert (size > 1 - 1e-9).all() and (size < 2 + 1e-9).all()
+        found.append((q @ queries) @ (k @ keys).T)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-6 * np.abs(found[0]).max())
 
 
 SMALL = {"num_layers": 3, "num_heads": 4, "kv_lora_rank": 24, "hidden_size": 64}

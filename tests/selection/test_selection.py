@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
-from jaxinfer.kernels.selection.index import group_index
+from jaxinfer.kernels.selection.index import group_index, query_index
 from jaxinfer.kernels.selection.lists import ascending, by_rank, join, ranks, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
@@ -95,11 +95,12 @@ class Case:
         self.first = int(rng.integers(0, 3))
         self.end = int(rng.integers(self.first, blocks + 1))
         self.free = rng.random(len(self.context)) > 0.1
-        self.means = group_means(jnp.asarray(self.context), group)
+        self.index = group_index(jnp.asarray(self.context), jnp.eye(self.dim), group)
         self.rng = rng
 
     def shares(self):
-        logits = group_logits(jnp.asarray(self.q), self.means, group=self.group, scale=self.scale)
+        speaking = query_index(jnp.asarray(self.q), jnp.eye(self.dim))
+        logits = group_logits(*speaking, self.index, group=self.group, scale=self.scale)
         return estimated_shares(logits, jnp.asarray(self.lse), self.first, self.end, per_block=self.block // self.group)
 
 
@@ -108,8 +109,8 @@ class Case:
 def test_estimated_shares(seed: int):
     case = Case(seed)
     wanted = slow.shares(
-        case.q.astype(np.float64),
-        np.asarray(case.means, np.float64),
+        slow.rounded_queries(case.q.astype(np.float64)),
+        np.asarray(case.index, np.float64),
         case.lse,
         case.first,
         case.end,
@@ -270,7 +271,7 @@ def test_retrieve_puts_the_parts_together(budget: int, monkeypatch: pytest.Monke
             of = voting[g]
             rows = slow.probe_rows(int(valid[i].sum()), 2)
             picked, local = q[i][rows][:, of].astype(np.float64), lse[i][rows][:, of]
-            speaking = picked @ np.asarray(projection, np.float64)
+            speaking = slow.rounded_queries(picked @ np.asarray(projection, np.float64))
             share = slow.shares(speaking, np.asarray(index, np.float64), local, 1, int(end[i]), group, block, 0.6)
             wanted = slow.candidate_blocks(share, 1, int(end[i]), 4)
             assert listed(found.candidates[i, g]) == wanted
