@@ -52,8 +52,6 @@ def _row(record: dict[str, Any], published: Published | None, of_kernel: bool) -
     compared = largest if of_kernel else seconds
     tflops, terabytes = record["flops"] / compared / 1e12, record["bytes"] / seconds / 1e12
     share = share_of_floor(record)
-    peer = record.get("peer") or {}
-    torch = peer["flops"] / peer["seconds"] / 1e12 if "seconds" in peer else None
     return (
         *head,
         f"{seconds * 1e6:.1f}",
@@ -63,8 +61,7 @@ def _row(record: dict[str, Any], published: Published | None, of_kernel: bool) -
         "" if share is None else f"{share:.0%}",
         _error(record, "error", ".1e"),
         _error(record, "signed_error", "+.0e"),
-        "" if torch is None else f"{torch:.0f} ({peer['name']})",
-        "" if torch is None else f"{tflops / torch:.2f}",
+        *_beside(record, tflops, terabytes),
         *_against(published if record["device"] == "NVIDIA H200" else None, tflops, terabytes),
         *("" if record.get(name) is None else f"{record[name]:.0f}" for name in ("sm_mhz", "watts")),
     )
@@ -72,6 +69,18 @@ def _row(record: dict[str, Any], published: Published | None, of_kernel: bool) -
 
 def _error(record: dict[str, Any], name: str, form: str) -> str:
     return format(record[name], form) if name in record else ""
+
+
+def _beside(record: dict[str, Any], tflops: float, terabytes: float) -> tuple[str, str]:
+    """torch's figure and the ratio to it, of memory where the operation has no arithmetic."""
+    peer = record.get("peer") or {}
+    if "seconds" not in peer:
+        return "", ""
+    if record["flops"]:
+        torch = peer["flops"] / peer["seconds"] / 1e12
+        return f"{torch:.0f} ({peer['name']})", f"{tflops / torch:.2f}"
+    torch = record["bytes"] / peer["seconds"] / 1e12
+    return f"{torch:.2f} TB/s ({peer['name']})", f"{terabytes / torch:.2f}"
 
 
 def _against(published: Published | None, tflops: float, terabytes: float) -> tuple[str, str]:

@@ -51,8 +51,6 @@ class Shape:
     rank: int
     rope: int
     scale: float
-    together: int = 2
-    """Thread blocks that may share copies."""
 
     @property
     def half(self) -> int:
@@ -71,7 +69,7 @@ class Shape:
     @property
     def cluster(self) -> int:
         """Thread blocks that share the copies of keys."""
-        return math.gcd(self.row_tiles, self.together)
+        return math.gcd(self.row_tiles, 2)
 
     @property
     def items(self) -> int:

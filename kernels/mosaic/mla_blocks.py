@@ -34,7 +34,7 @@ def mla_blocks(q, context, blocks, free, *, block, kv_rank, scale, multiprocesso
     return _mended(q, context, blocks, free, out, lse, sizes)
 
 
-def rows_of(q: jax.Array, groups: int, kv_rank: int, scale: float, together: int = 2) -> tuple[jax.Array, Shape]:
+def rows_of(q: jax.Array, groups: int, kv_rank: int, scale: float) -> tuple[jax.Array, Shape]:
     """The queries `[n, Q, H, dim]` as the kernel has them, `[outer, heads of all lists, dim]`, and its sizes.
 
     Where whole row tiles are not runs of a query's heads, the rows of a list are moved together and padded with 0.
@@ -57,7 +57,6 @@ def rows_of(q: jax.Array, groups: int, kv_rank: int, scale: float, together: int
         rank=kv_rank,
         rope=dim - kv_rank,
         scale=scale * math.log2(math.e),
-        together=together,
     )
 
 

@@ -19,14 +19,9 @@ from jaxinfer.kernels.mosaic.mla_queries_e4m3 import round_queries
 from jaxinfer.kernels.reference.mla_sparse import center_of, latents_to_e4m3
 
 
-def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multiprocessors, together=2):
-    """See `jaxinfer.kernels.mla_sparse`.
-
-    Args:
-        multiprocessors: number of thread blocks that run at a time.
-        together: thread blocks that share copies, where as many have the same list.
-    """
-    rows, shape = bfloat16.rows_of(q, blocks.shape[1], kv_rank, scale, together)
+def mla_blocks(q, context, blocks, free, unit, *, block, kv_rank, scale, multiprocessors):
+    """See `jaxinfer.kernels.mla_sparse`; `multiprocessors` is the number of thread blocks that run at a time."""
+    rows, shape = bfloat16.rows_of(q, blocks.shape[1], kv_rank, scale)
     entries, counts, bias = bfloat16.lists(blocks, free, block)
     center, unit = center_of(context, blocks, block, kv_rank), unit.astype(jnp.float32).reshape(1)
     made, offset = queries_of(shape, rows, center, unit)

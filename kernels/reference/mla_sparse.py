@@ -139,8 +139,11 @@ def _rounded(q, context, center, unit):
     rank = len(center)
     latent = q[..., :rank].astype(jnp.float32)
     row_unit = unit_of_row(jnp.max(jnp.abs(latent), axis=-1, keepdims=True))
-    latent = (latent / row_unit).astype(E4M3).astype(jnp.float32) * row_unit
-    keys = latents_to_e4m3(context[:, :rank], center, unit).astype(jnp.float32) * unit
+    # Behind barriers: XLA leaves out a conversion there and back.
+    latent, keys = lax.optimization_barrier(
+        ((latent / row_unit).astype(E4M3), latents_to_e4m3(context[:, :rank], center, unit))
+    )
+    latent, keys = latent.astype(jnp.float32) * row_unit, keys.astype(jnp.float32) * unit
     return (
         jnp.concatenate((latent.astype(q.dtype), q[..., rank:]), axis=-1),
         jnp.concatenate((keys.astype(context.dtype), context[:, rank:]), axis=-1),

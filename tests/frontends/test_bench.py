@@ -357,6 +357,8 @@ def test_a_row_of_the_table() -> None:
     )
     *_, row = markdown([record], [Published(name="DeepGEMM", terabytes=1.5)], [True]).splitlines()
     assert "| 1266 | 0.75 |" in row and "| 1.5 TB/s (DeepGEMM) | 0.50 |" in row
+    *_, row = markdown([record_of(peer=peer | {"flops": 0.0}, flops=0.0)], [None], [False]).splitlines()
+    assert "| 0.94 TB/s (torch._scaled_mm) | 0.80 |" in row
 
 
 def test_figures_of_one_kind_of_gpu_are_not_held_against_another() -> None:

@@ -41,7 +41,7 @@ OUT_BOUND, BIAS_BOUND, LSE_BOUND = 4e-3, 1e-3, 2e-3
 WEIGHTS_BOUND, SUM_BOUND = 3e-2, 1e-2
 """In e4m3: what rounding of the weights costs, 2^-4 of each at most, and what is lost of sums of positive numbers."""
 UNIT = 2.0**-3
-PROCESSORS, IN_FOURS = 132, 128
+PROCESSORS = 132
 """How many thread blocks run at a time, and in clusters of four: GPCs have 16 or 18 multiprocessors."""
 SHARED = 0.7
 """Of the blocks of a list, how many the next query block reads as well."""
@@ -58,7 +58,6 @@ class Size:
         sample: query blocks that are compared.
         positive: whether latents are.
         unit: of latents in e4m3, None for bfloat16.
-        together: thread blocks of a cluster in e4m3.
     """
 
     n: int
@@ -74,7 +73,6 @@ class Size:
     sample: int = 1000
     positive: bool = False
     unit: float | None = None
-    together: int = 2
 
 
 V3 = Size(n=256, heads=128, groups=4, keys=65536, listed=20, sample=3)
@@ -160,10 +158,7 @@ def sizes_of(size: Size) -> dict[str, Any]:
 def kernel_of(size: Size) -> Callable:
     if size.unit is None:
         return functools.partial(mosaic.mla_blocks, **sizes_of(size), multiprocessors=PROCESSORS)
-    processors = IN_FOURS if size.together == 4 else PROCESSORS
-    run = functools.partial(
-        mosaic_e4m3.mla_blocks, **sizes_of(size), multiprocessors=processors, together=size.together
-    )
+    run = functools.partial(mosaic_e4m3.mla_blocks, **sizes_of(size), multiprocessors=PROCESSORS)
     return lambda *operands: run(*operands, jnp.float32(size.unit))
 
 
@@ -290,9 +285,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
 def _cases_e4m3() -> dict[str, Callable[[], dict[str, Any]]]:
     checked = {name: in_e4m3(CHECKED[name]) for name in CHECKED_E4M3}
     checked["V3, 64K keys, positive"] = in_e4m3(V3, positive=True)
-    checked["V3, 64K keys, in clusters of four"] = in_e4m3(V3, together=4)
     timed = {keys: in_e4m3(size) for keys, size in TIMED.items() if keys != "256K"}
-    timed["64K in clusters of four"] = in_e4m3(V3, together=4)
     checks = {f"check e4m3, {name}": functools.partial(check, size) for name, size in checked.items()}
     times = {f"time e4m3, {name}": functools.partial(measure, size) for name, size in timed.items()}
     parts = {f"time e4m3, 64K without {part}": functools.partial(measure, in_e4m3(V3), part) for part in LEFT_OUT[1:]}

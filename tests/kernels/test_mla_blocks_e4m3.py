@@ -184,13 +184,6 @@ def test_lowers_for_cuda(kind: tuple):
     assert "mla_blocks_e4m3" in lower_for_cuda(lambda *given: run(*given[:4], unit=given[4]), *operands(*kind), unit)
 
 
-def test_clusters_of_four_lower_for_cuda():
-    """They have more threads than the interpreter runs at a time."""
-    run = functools.partial(mosaic.mla_blocks, block=128, kv_rank=512, scale=SCALE, multiprocessors=128, together=4)
-    given = *operands(256, 128, 4, 2**16), jax.ShapeDtypeStruct((), jnp.float32)
-    assert "mla_blocks_e4m3" in lower_for_cuda(run, *given)
-
-
 def test_operands_that_do_not_fit_are_refused():
     q, *rest = operands(4, 16, 4, KEYS)
     run = functools.partial(mla_blocks, block=128, kv_rank=128, scale=1.0, implementation="mosaic")
