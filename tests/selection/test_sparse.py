@@ -31,7 +31,8 @@ class Case:
         self.q = rng.normal(size=(len(positions), HEADS, NOPE + ROPE)).astype(np.float32)
         self.context = rng.normal(size=(KEYS, RANK + ROPE)).astype(np.float32)
         self.k_b = rng.normal(size=(HEADS, NOPE, RANK)).astype(np.float32)
-        self.v_b = rng.normal(size=(HEADS, V, RANK)).astype(np.float32)
+        # Values of unit size, so that a bound on errors is one relative to them.
+        self.v_b = (rng.normal(size=(HEADS, V, RANK)) / RANK**0.5).astype(np.float32)
         sizes = {"window": window, "block": BLOCK, "query_block": QUERIES, "dense_below": 60}
         self.first = window_start(self.positions, **sizes).astype(np.int32)
         self.anchor = rng.random(KEYS) < 0.05
