@@ -38,7 +38,7 @@ class Hybrid:
     """Tokens of a key block, the unit of retrieval."""
     group: int = 4
     """Tokens of a group, whose mean stands for them in the first level of retrieval."""
-    index_dim: int = 64
+    index_dim: int = 128
     """Numbers that the mean is reduced to (see `kernels.selection.index`), all of a latent at most."""
     query_block: int = 32
     """Neighbouring queries of one sequence that share their lists of blocks."""
@@ -175,10 +175,10 @@ DENSE = Dense()
 
 PRESETS: dict[str, Hybrid] = {
     "fast": Hybrid(
-        group=8, candidates=48, probes=2, voters=16, head_groups=1, retrieve_blocks=12, hot_blocks=2, query_block=32
+        group=8, index_dim=64, candidates=48, probes=2, voters=16, head_groups=1, retrieve_blocks=12, hot_blocks=2
     ),
     "balanced": Hybrid(),
-    "accurate": Hybrid(index_dim=128, candidates=128, voters=64, head_groups=8, retrieve_blocks=48, hot_blocks=8),
+    "accurate": Hybrid(index_dim=256, candidates=128, voters=64, head_groups=8, retrieve_blocks=48, hot_blocks=8),
 }
 """Budgets by name: about 7.0, 7.8 and 12.4 thousand keys a query on the mean of a prompt of a million tokens."""
 

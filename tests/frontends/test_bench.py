@@ -122,9 +122,9 @@ def test_what_is_no_case_is_refused_with_the_reason(ops: list[str], shapes: list
         ),
         (
             Case("selection", "bf16", (64, 16384, 4)),
-            # 32 probes of 4 heads; 64 numbers for each group before the windows; 64 candidates of 128 keys.
-            2 * 128 * (64 * (95 + 95) * 32 + 576 * 2 * 64 * 128),
-            2 * 576 * (16384 + 2 * 128) + 64 * 4096 + 8 * 2 * 4 * 64,
+            # 32 probes of 4 heads; 128 numbers for each group before the windows; 64 candidates of 128 keys.
+            2 * 128 * (128 * (95 + 95) * 32 + 576 * 2 * 64 * 128),
+            2 * 576 * (16384 + 2 * 128) + 128 * 4096 + 8 * 2 * 4 * 64,
         ),
         (
             Case("router", "split", (8, 24, 128)),
