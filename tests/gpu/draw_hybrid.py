@@ -1,4 +1,7 @@
-"""Draws what `check_hybrid` found: `python -m tests.gpu.draw_hybrid EVENTS.json PICTURE.png`.  Needs matplotlib."""
+"""Draws what `check_hybrid` found: `python -m tests.gpu.draw_hybrid PICTURE.png EVENTS.json ...`.  Needs matplotlib.
+
+Of several runs the one that followed a prompt furthest counts, for each policy.
+"""
 
 import argparse
 import json
@@ -18,15 +21,15 @@ def longest(events: list[dict]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("events", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("events", type=Path, nargs="+")
     arguments = parser.parse_args()
-    events = json.loads(arguments.events.read_text())
+    runs = [json.loads(path.read_text()) for path in arguments.events]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     of_chunks, of_prompts = figure.subplots(1, 2)
     for policy, colour in COLOURS.items():
-        seconds = longest(events[policy])
+        seconds = longest([event for events in runs for event in events.get(policy, [])])
         ends = [(index + 1) * CHUNK / 1024 for index in range(len(seconds))]
         totals = [sum(seconds[: index + 1]) for index in range(len(seconds))]
         of_chunks.plot(ends, [1e3 * second for second in seconds], color=colour, label=policy)
