@@ -33,6 +33,7 @@ from jaxlib.mlir.dialects import llvm, nvvm
 
 from jaxinfer.kernels.mosaic.roles import copy_beside
 from jaxinfer.kernels.tiles import SHARED_MEMORY
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.words import from_words, words
 
 ROWS = 64
@@ -409,6 +410,6 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
                 # Infinity would have a share of all and of nothing.
                 found = jnp.minimum(found, jnp.asarray(_LARGEST, _SUMS)).astype(jnp.float32)
                 factor = lax.broadcast_in_dim(factors, found.shape, [0])
-                best[_rows(pair, warpgroup), columns] = found * factor + math.log(group)
+                store_some(best.at[_rows(pair, warpgroup), columns], found * factor + math.log(group))
 
         return carry + tiles * shape.tile_steps

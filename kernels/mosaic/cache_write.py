@@ -15,6 +15,7 @@ from jax import lax
 from jaxinfer.kernels.latents import Latents, QuantizedLatents
 from jaxinfer.kernels.mosaic.quantize import divide
 from jaxinfer.kernels.mosaic.rope import halves, together
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.reference.quantize import AMAX_FLOOR, BLOCK, scale_of
 
 _LANES, _THREADS = 32, 128
@@ -128,7 +129,7 @@ def _write_quantized(rank, eps, operands, row, token):
     latent = divide(latent, scale, blocks)
     row["values"][...] = (jnp.round(latent) if dtype == jnp.int8 else latent).astype(dtype)
     if blocks:
-        row["scale"][...] = scale
+        store_some(row["scale"], scale)
     else:
         row["scale"][0] = scale
     row["rope"][...] = _rotated(operands, rank, token)

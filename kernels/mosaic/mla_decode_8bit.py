@@ -31,6 +31,7 @@ from jax import lax
 from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import decode_parts as parts
 from jaxinfer.kernels.mosaic import transposed
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.mosaic.decode_parts import TILE
 
 _STAGES = {False: 4, True: 3}
@@ -358,7 +359,7 @@ def _scores(shape, operands, lse, scratch):
         total = jnp.sum(total, axis=0) if by_key else total
         empty = total == 0.0
         divisor = jnp.where(empty, 1.0, total)
-        lse.at[piece.result, rows][...] = jnp.where(empty, -jnp.inf, top * math.log(2) + jnp.log(divisor))
+        store_some(lse.at[piece.result, rows], jnp.where(empty, -jnp.inf, top * math.log(2) + jnp.log(divisor)))
 
         inverse_read(finished)
         scratch["inverse"].at[pl.ds(0, heads)][...] = (bound / _LARGEST_WEIGHT) / divisor

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.kernels.reference.expansion import E4M3
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.reference.mla_sparse import unit_of_row
 
 ROWS = 16
@@ -57,8 +58,8 @@ def round_queries(
         latents[mine] = (latent * across(_inverse(row_unit), latent, layout)).astype(E4M3)
         row_unit = row_unit * unit[0]
         ropes[mine] = (rope_part * across(_inverse(row_unit), rope_part, rope_layout)).astype(jnp.bfloat16)
-        factors[mine] = row_unit * scale
-        offsets[mine] = middle * scale
+        store_some(factors.at[mine], row_unit * scale)
+        store_some(offsets.at[mine], middle * scale)
 
     return plgpu.kernel(
         body,

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.reference.quantize import AMAX_FLOOR, BLOCK, scale_of
 
 _VECTOR, _THREADS = 4, 128
@@ -116,7 +117,7 @@ def _rows(prologue, operands, columns, scheme, dtype, power_of_two, count=None):
             x = divide(x, scale, row.blocks)
             q[index] = (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
             if row.blocks:
-                scales[:, index] = scale
+                store_some(scales.at[:, index], scale)
             else:
                 scales[index] = scale
 

@@ -21,6 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.mosaic.roles import copy_beside
 
 ROWS = 64
@@ -268,8 +269,8 @@ def _add(shape, sums, squares, scratch, warpgroup):
     def _store():
         part, tile, rows = lax.axis_index("part"), lax.axis_index("tile"), pl.ds(first, ROWS)
         for half, total in enumerate(totals):
-            sums[part, rows, pl.ds((tile * 2 + half) * shape.half, shape.half)] = total
+            store_some(sums.at[part, rows, pl.ds((tile * 2 + half) * shape.half, shape.half)], total)
 
         @pl.when(tile == 0)
         def _():
-            squares[part, rows] = total_square
+            store_some(squares.at[part, rows], total_square)
