@@ -127,12 +127,13 @@ class Runner:
             program.lower(self.params, self.cache, self.tables, *self._put(batch)).compile()
             return name
 
-        say(f"prefill and decode, {len(shapes)} shapes")
+        say(f"prefill and decode: none of {len(shapes)} shapes ready")
         with ThreadPoolExecutor(_compilers(self.mesh)) as pool:
             compiled = [pool.submit(compile_one, shape) for shape in shapes]
             try:
                 for done, future in enumerate(as_completed(compiled), 1):
-                    say(f"{future.result()}, {done} of {len(shapes)}")
+                    log.info("compiled %s", future.result())
+                    say(f"prefill and decode: {done} of {len(shapes)} shapes ready")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
