@@ -30,7 +30,7 @@ from jaxinfer.kernels.mosaic.decode_parts import TILE, tiles
 
 BLOCK = 2 * TILE
 """Keys of an entry of a list as the kernel reads it: a tile for each warpgroup."""
-MATH_REGISTERS, COPY_REGISTERS = 240, 24
+_MATH_REGISTERS, _COPY_REGISTERS = 240, 24
 _MARGIN = 64.0
 """How far, in powers of two, the largest weight of the first tile lies below 1: later ones may be much larger."""
 _SMALL, _LARGE = 2.0**-100, 2.0**100
@@ -101,8 +101,29 @@ def attend(shape, operands, multiprocessors):
         "sums_full": plgpu.Barrier(num_barriers=2),
     }
 
+    return launch(shape, operands, scratch, (_attend_half, _copy), "mla_blocks", multiprocessors)
+
+
+def launch(shape, operands, scratch, roles, name, multiprocessors):
+    """Runs a kernel of two math warpgroups, which each attend half of the output's columns, and one that copies.
+
+    `roles` are `attend_half(shape, operands, out, lse, scratch, half)` and `copy(shape, operands, scratch)`.
+    """
+    attend_half, copy = roles
+
+    def thread_block(operands, out, lse, scratch):
+        def attend(half):
+            plgpu.set_max_registers(_MATH_REGISTERS, action="increase")
+            attend_half(shape, operands, out, lse, scratch, half)
+
+        def copying():
+            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+            copy(shape, operands, scratch)
+
+        lax.switch(lax.axis_index("wg"), [lambda: attend(0), lambda: attend(1), copying])
+
     def body(operands, out, lse):
-        pl.run_scoped(lambda scratch: _thread_block(shape, operands, out, lse, scratch), scratch, collective_axes="wg")
+        pl.run_scoped(lambda scratch: thread_block(operands, out, lse, scratch), scratch, collective_axes="wg")
 
     outer = operands["q"].shape[0]
     return plgpu.kernel(
@@ -117,27 +138,10 @@ def attend(shape, operands, multiprocessors):
         cluster_names=("cluster",),
         num_threads=3,
         thread_name="wg",
-        kernel_name="mla_blocks",
+        kernel_name=name,
         # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(operands)
-
-
-def _thread_block(shape, operands, out, lse, scratch):
-    warpgroup = lax.axis_index("wg")
-
-    def attend(half):
-        def of_half():
-            plgpu.set_max_registers(MATH_REGISTERS, action="increase")
-            _attend_half(shape, operands, out, lse, scratch, half)
-
-        return of_half
-
-    def copy():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        _copy(shape, operands, scratch)
-
-    lax.switch(warpgroup, [attend(0), attend(1), copy])
 
 
 def row_tiles_of_block(shape, carry, function):

@@ -30,7 +30,6 @@ largest.
 import functools
 import math
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -41,11 +40,10 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxinfer.kernels.mosaic.attention_e4m3 import FIRST_NAMED_BARRIER, as_e4m3
 from jaxinfer.kernels.mosaic.block_attention import (
-    COPY_REGISTERS,
-    MATH_REGISTERS,
     ROW,
     WGMMA,
     hidden_zero,
+    launch,
     row_tiles_of_block,
     runs_of,
 )
@@ -93,41 +91,7 @@ def attend(shape, operands, multiprocessors):
         "sums_full": plgpu.Barrier(num_barriers=2),
     }
 
-    def body(operands, out, lse):
-        pl.run_scoped(lambda scratch: _thread_block(shape, operands, out, lse, scratch), scratch, collective_axes="wg")
-
-    outer = operands["q"].shape[0]
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((outer, shape.groups * shape.heads, shape.rank), jnp.bfloat16),
-            jax.ShapeDtypeStruct((shape.lists, shape.queries * shape.heads), jnp.float32),
-        ),
-        grid=(max(1, min(multiprocessors // shape.cluster, shape.items)),),
-        grid_names=("block",),
-        cluster=(shape.cluster,),
-        cluster_names=("cluster",),
-        num_threads=3,
-        thread_name="wg",
-        kernel_name="mla_blocks_e4m3",
-        # Where a warp could overtake another, `commit_smem` has a barrier of the warpgroup.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-    )(operands)
-
-
-def _thread_block(shape, operands, out, lse, scratch):
-    def attend(half):
-        def of_half():
-            plgpu.set_max_registers(MATH_REGISTERS, action="increase")
-            _attend_half(shape, operands, out, lse, scratch, half)
-
-        return of_half
-
-    def copy():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        _copy(shape, operands, scratch)
-
-    lax.switch(lax.axis_index("wg"), [attend(0), attend(1), copy])
+    return launch(shape, operands, scratch, (_attend_half, _copy), "mla_blocks_e4m3", multiprocessors)
 
 
 def _place(first, second):

@@ -32,8 +32,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from jaxinfer.kernels.mosaic.roles import copy_beside
-from jaxinfer.kernels.tiles import SHARED_MEMORY
 from jaxinfer.kernels.mosaic.stores import store_some
+from jaxinfer.kernels.tiles import SHARED_MEMORY
 from jaxinfer.kernels.words import from_words, words
 
 ROWS = 64

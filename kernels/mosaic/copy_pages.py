@@ -46,8 +46,8 @@ def _cut(array) -> _Shape | str:
         return f"pages have {size * itemsize} bytes, fewer than {_LEAST_BYTES}"
     columns = math.gcd(size, _BOX)
     rows = size // columns
-    fitting = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= min(_BOX, _PIECE_BYTES // (columns * itemsize)))
-    parts = next(fitting, rows)
+    most = min(_BOX, _PIECE_BYTES // (columns * itemsize))
+    parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
     piece = rows // parts * columns * itemsize
     if piece % _ALIGNMENT:
         return f"pages of {size * itemsize} bytes do not fall into pieces of multiples of {_ALIGNMENT}"

@@ -31,8 +31,8 @@ from jax import lax
 from jaxinfer.kernels.latents import QuantizedLatents, quantize_latents
 from jaxinfer.kernels.mosaic import decode_parts as parts
 from jaxinfer.kernels.mosaic import transposed
-from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.mosaic.decode_parts import TILE
+from jaxinfer.kernels.mosaic.stores import store_some
 
 _STAGES = {False: 4, True: 3}
 """Tiles in shared memory at a time: of int8, and of 8-bit floats, whose queries take more of it."""

@@ -10,8 +10,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.kernels.reference.expansion import E4M3
 from jaxinfer.kernels.mosaic.stores import store_some
+from jaxinfer.kernels.reference.expansion import E4M3
 from jaxinfer.kernels.reference.mla_sparse import unit_of_row
 
 ROWS = 16

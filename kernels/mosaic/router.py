@@ -21,8 +21,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.kernels.mosaic.stores import store_some
 from jaxinfer.kernels.mosaic.roles import copy_beside
+from jaxinfer.kernels.mosaic.stores import store_some
 
 ROWS = 64
 """Rows of a math warpgroup."""
