@@ -145,8 +145,10 @@ class Attention(nnx.Module):
         """A power of two that no gain of the latents' norm passes, where they are multiplied in e4m3."""
         if not self.e4m3:
             return None
+        # Not exp2 of a logarithm, which need not be a power of two to the last bit.
         gain = jnp.max(jnp.abs(self.kv_a_norm.astype(jnp.float32)))
-        return jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(gain, jnp.finfo(jnp.float32).tiny))))
+        _, exponent = jnp.frexp(jnp.maximum(gain, jnp.finfo(jnp.float32).tiny))
+        return jnp.ldexp(jnp.float32(1), exponent)
 
     def _read_all(self, q, cache, batch, layout, positions, num_tiles):
         """Attention of the queries at `positions` (-1: none) to every earlier position, and its log-sum-exp."""
