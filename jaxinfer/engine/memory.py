@@ -77,6 +77,7 @@ def sparse_workspace(
         latent,
         index_dim=policy.index_dim,
         per_block=policy.block // policy.group,
+        head_groups=policy.head_groups,
         probes=policy.probes,
         voters=voters,
         candidates=policy.candidates,

@@ -1,4 +1,4 @@
-"""First level of retrieval on Hopper: the largest logit of a group of every key block, by row.
+"""First level of retrieval on Hopper: the largest product with a group of every key block, by row.
 
 A persistent grid of clusters of two thread blocks.  Each holds 128 rows (queries that speak) in shared memory and reads
 the index of some thousand groups, tile after tile, copied once for both; one warpgroup copies, two multiply 64 rows
@@ -44,8 +44,9 @@ _SWIZZLE = 128
 """Bytes of a row of shared memory at most, that is, numbers that are multiplied at a time."""
 _AT_ONCE = 32
 """Numbers of a row that an instruction multiplies."""
-_SUMS = jnp.float16
-_LARGEST = float(jnp.finfo(_SUMS).max)
+SUMS = jnp.float16
+"""In which products are added up."""
+_LARGEST = jnp.finfo(SUMS).max
 _WARPGROUPS, _CLUSTER = 2, 2
 TOGETHER = ROWS * _WARPGROUPS * _CLUSTER
 """Rows of a cluster."""
@@ -134,29 +135,24 @@ def _step(dim: int) -> int:
 
 def block_scores(
     q: jax.Array,
-    q_scale: jax.Array,
     index: jax.Array,
     first: jax.Array,
     end: jax.Array,
     *,
-    group: int,
-    scale: float,
     multiprocessors: int,
     blocks: Blocks | None = None,
 ) -> jax.Array:
     """Runs the kernel.
 
     Args:
-        q, q_scale: `[N, D]` e4m3 and `[N]` float32, positive (see `kernels.selection.index.query_index`).
+        q: `[N, D]` e4m3 (see `kernels.selection.index.query_index`).
         index: `[NB, groups of a block, D]` e4m3; may hold anything in blocks that no row may retrieve.
         first, end: `[N]` int32: a row may retrieve the blocks `first .. end - 1`.
-        group: tokens of a group.
-        scale: positive.
         multiprocessors: at least 2.
         blocks: chosen where it is None.
 
-    Returns: `[N, B]` float32, `B` being `NB` rounded up to whole tiles, the largest `scale q_scale q index + ln(group)`
-    of each block, and anything for blocks that the row may not retrieve.
+    Returns: `[N, B]` float16, `B` being `NB` rounded up to whole tiles, the largest `q index` of each block, and
+    anything for blocks that the row may not retrieve.
     """
     count, dim = q.shape
     num_blocks, per_block, _ = index.shape
@@ -173,21 +169,20 @@ def block_scores(
     operands = {
         # Swizzled copies want whole tiles of 8 rows.
         "q": jnp.pad(q, ((0, -count % _ALIGNMENT), (0, 0))),
-        "factors": jnp.pad(q_scale * scale, (0, rows - count)),
         "index": from_words(index, q.dtype),
         "tiles": -(-jnp.max(last.reshape(-1, TOGETHER), axis=1) // of_tile),
     }
 
     def body(operands, best):
         pl.run_scoped(
-            lambda scratch: _thread_block(shape, blocks, group, operands, best, scratch),
+            lambda scratch: _thread_block(shape, blocks, operands, best, scratch),
             _scratch(shape, blocks),
             collective_axes="wg",
         )
 
     best = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, tiles * of_tile), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((rows, tiles * of_tile), SUMS),
         grid=(multiprocessors // _CLUSTER,),
         grid_names=("block",),
         cluster=(_CLUSTER,),
@@ -236,9 +231,9 @@ def _rows(pair, warpgroup):
     return pl.ds(pair * TOGETHER + (lax.axis_index("cluster") * _WARPGROUPS + warpgroup) * ROWS, ROWS)
 
 
-def _thread_block(shape, blocks, group, operands, best, scratch):
+def _thread_block(shape, blocks, operands, best, scratch):
     copy_beside(
-        lambda warpgroup: _score(shape, blocks, group, operands, best, scratch, warpgroup),
+        lambda warpgroup: _score(shape, blocks, operands, best, scratch, warpgroup),
         lambda: _copy(shape, blocks, operands, scratch),
         warpgroups=_WARPGROUPS,
         registers=_REGISTERS,
@@ -327,7 +322,7 @@ def _product(sums, rows, index):
     arguments = (rows, index) if sums is None else (rows, index, sums)
     return plgpu.inline_mgpu(
         arg_types=types if sums is None else (*types, plgpu.Layout.WGMMA),
-        return_type=plgpu.ShapeDtypeStruct(shape, _SUMS, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(shape, SUMS, layout=plgpu.Layout.WGMMA),
     )(multiply)(*arguments)
 
 
@@ -348,7 +343,7 @@ def _start(held, operands, columns):
     return [llvm.extractvalue(i32, found, [number]) for number in range(count)]
 
 
-def _score(shape, blocks, group, operands, best, scratch, warpgroup):
+def _score(shape, blocks, operands, best, scratch, warpgroup):
     """A math warpgroup: 64 rows of each item.
 
     Every piece of a tile has sums of its own.  No products run from one tile to the next: ptxas would then let all run
@@ -393,8 +388,6 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
 
         @pl.when(tiles > 0)
         def _of_tiles():
-            factors = operands["factors"].at[_rows(pair, warpgroup)]
-            factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             plgpu.barrier_wait(scratch["q_full"].at[warpgroup])
             steps = range(0, shape.dim, shape.step)
             rows = [scratch["q"].at[warpgroup, :, pl.ds(start, shape.step)] for start in steps]
@@ -408,8 +401,6 @@ def _score(shape, blocks, group, operands, best, scratch, warpgroup):
                 found = highest(rows, carry + index * shape.tile_steps)
                 columns = pl.ds((part * shape.part + index) * shape.blocks, shape.blocks)
                 # Infinity would have a share of all and of nothing.
-                found = jnp.minimum(found, jnp.asarray(_LARGEST, _SUMS)).astype(jnp.float32)
-                factor = lax.broadcast_in_dim(factors, found.shape, [0])
-                store_some(best.at[_rows(pair, warpgroup), columns], found * factor + math.log(group))
+                store_some(best.at[_rows(pair, warpgroup), columns], jnp.minimum(found, jnp.asarray(_LARGEST, SUMS)))
 
         return carry + tiles * shape.tile_steps

@@ -20,6 +20,7 @@ from jaxinfer.kernels.selection.scores import (
     exact_masses,
     group_logits,
     masses_of_blocks,
+    standing,
 )
 from jaxinfer.kernels.tiles import device
 
@@ -27,7 +28,7 @@ _LOGIT_BYTES = 256 * 2**20
 _QUERY_BLOCKS = 8
 """Query blocks that are taken at a time, and as many as their logits have room for."""
 _SCORE_BYTES = 640 * 2**20
-"""Room for the scores of blocks: of a chunk of 8,192 tokens before 524,288 of DeepSeek-V3, all at once."""
+"""Room for the scores of blocks: of a chunk of 8,192 tokens before a million of DeepSeek-V3, all at once."""
 
 
 class Retrieval(NamedTuple):
@@ -97,7 +98,16 @@ def retrieve(
 
 
 def workspace(
-    n: int, num_blocks: int, dim: int, *, index_dim: int, per_block: int, probes: int, voters: int, candidates: int
+    n: int,
+    num_blocks: int,
+    dim: int,
+    *,
+    index_dim: int,
+    per_block: int,
+    head_groups: int,
+    probes: int,
+    voters: int,
+    candidates: int,
 ) -> int:
     """Bytes that `retrieve` needs at most beside its operands.
 
@@ -105,19 +115,20 @@ def workspace(
         n, num_blocks: query blocks and key blocks.
         dim, index_dim: numbers of a latent and of the index of a group.
         per_block: groups of a key block.
+        head_groups, voters: groups of heads, and voters of all of them.
     """
     each = _score_bytes(probes * voters, num_blocks)
     scores = min(n * each, _SCORE_BYTES + each)
     rows = n * probes * voters * (2 * dim * 2 + 2 * index_dim * 4 + candidates * 4)
     tiles = num_blocks * per_block * index_dim * 2
-    # Votes are sorted when there are no scores any more.
-    found = scores // probes + max(scores, n * voters * 16 * sorted_whole(candidates))
+    # How blocks stand is sorted when there are no scores any more.
+    found = 4 * n * head_groups * num_blocks + max(scores, n * head_groups * 16 * sorted_whole(candidates))
     return max(_LOGIT_BYTES, found + rows + tiles)
 
 
 def _score_bytes(rows, num_blocks):
     """Of a query block with so many rows."""
-    return 4 * rows * num_blocks
+    return block_scores.SUMS.dtype.itemsize * rows * num_blocks
 
 
 def _reason_against(q, context, index, projection, block, per_block, probes, voters):
@@ -130,7 +141,7 @@ def _reason_against(q, context, index, projection, block, per_block, probes, vot
         return "there are no queries or no keys"
     return (
         block_scores.reason_against(index.shape[1], per_block)
-        or block_votes.reason_against(probes)
+        or block_votes.reason_against(probes, index.shape[0] // per_block)
         or block_masses.reason_against(probes * voters, block, q.shape[3])
     )
 
@@ -150,7 +161,7 @@ def _by_query_blocks(
         q, lse = q[rows][:, heads], lse[rows][:, heads]
         logits = group_logits(*query_index(q, projection), index, group=group, scale=scale)
         votes = jnp.max(estimated_shares(logits, lse, first, end, per_block=block // group), axis=0)
-        found = candidate_blocks(votes, first, end, candidates)
+        found = candidate_blocks(standing(votes), first, end, candidates)
         seen = open_keys.at[found].get(mode="clip") & (found >= 0)[:, None]
         return Retrieval(found, exact_masses(q, keys.at[found].get(mode="clip"), seen, lse, scale=scale))
 
@@ -180,16 +191,15 @@ def _by_kernels(
     def find(items):
         (speaking, speaking_scale), local_lse, first, end = items
         spoken = jnp.repeat(jnp.stack((first, end)), head_groups * probes * voters, axis=1)
-        sizes = {"group": group, "scale": scale, "multiprocessors": multiprocessors}
-        rows = speaking.reshape(-1, index.shape[1]), speaking_scale.reshape(-1)
-        best = block_scores.block_scores(*rows, of_blocks, *spoken, **sizes)
-        sizes = {"num_blocks": num_blocks, "multiprocessors": multiprocessors}
-        votes = block_votes.block_votes(best, local_lse, first, end, **sizes)
+        rows = speaking.reshape(-1, index.shape[1])
+        best = block_scores.block_scores(rows, of_blocks, *spoken, multiprocessors=multiprocessors)
+        sizes = {"num_blocks": num_blocks, "scale": scale, "group": group, "multiprocessors": multiprocessors}
+        stands = block_votes.block_votes(best, speaking_scale, local_lse, first, end, **sizes)
 
-        def of_group(votes, first, end):
-            return candidate_blocks(votes, first, end, candidates)
+        def of_group(stands, first, end):
+            return candidate_blocks(stands, first, end, candidates)
 
-        return jax.vmap(jax.vmap(of_group, in_axes=(0, None, None)))(votes, first, end)
+        return jax.vmap(jax.vmap(of_group, in_axes=(0, None, None)))(stands, first, end)
 
     each = _score_bytes(head_groups * probes * voters, num_blocks)
     parts = min(n, -(-n * each // _SCORE_BYTES))

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kernels.selection.lists import ascending, top_k
+from jaxinfer.kernels.selection.lists import top_blocks
+
+ALIKE = 1 - 2.0**-14
+"""Shares whose ratio is no smaller are equal: they are exponentials of differences of logits, rounded in float32."""
 
 
 def group_logits(
@@ -88,38 +91,28 @@ def _share(part: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(total), 0.0, total)))
 
 
-def candidate_blocks(votes: Float[Array, "V NB"], first, end, count: int) -> Int[Array, " count"]:
-    """The blocks that one group of heads hands to the second level.
+def standing(votes: Float[Array, "V NB"]) -> Float[Array, " NB"]:
+    """How a group of heads ranks the blocks: by the sum of their shares, but a voter's best before all others.
 
-    The voters take turns: every voter's best block, then every voter's second, and so on, for a sum would silence the
-    few heads that look far away.  Of the last turn, which does not fit whole, the blocks with the largest sum over the
-    voters are taken; of equal ones the earlier block.
+    A share is one number for each voter and block, the largest over the probes.  Where it is the voter's largest, up to
+    rounding, it counts `bonus` more: however flat the others are, or however sure of other blocks, the second level
+    sees what each voter would choose.
+    """
+    best = jnp.max(votes, axis=1, keepdims=True)
+    return jnp.sum(votes + jnp.where((votes >= best * ALIKE) & (votes > 0), bonus(votes.shape[0]), 0.0), axis=0)
 
-    Args:
-        votes: the share of each block for each voter, the maximum over the probes.
-        first, end: blocks `first .. end - 1` can be taken.
-        count: how many are taken, at least as many as there are voters.
+
+def bonus(voters: int) -> int:
+    """More than all shares of a block can be together."""
+    return voters + 1
+
+
+def candidate_blocks(standing: Float[Array, " NB"], first, end, count: int) -> Int[Array, " count"]:
+    """The blocks that one group of heads hands to the second level: those of the highest standing.
+
+    Of equal ones the earlier block is taken, and of all only the blocks `first .. end - 1`.
 
     Returns: `[count]` int32, ascending, -1 at the end where there are fewer.
     """
-    voters, num_blocks = votes.shape
-    blocks = jnp.arange(num_blocks)
-    eligible = (blocks >= first) & (blocks < end)
-    turns = min(count, num_blocks)
-    # Every voter ranks as many blocks as are taken, or all: no other can be taken.
-    _, chosen = top_k(jnp.where(eligible, votes, -1.0), turns)
-    calls = jnp.sort((chosen * turns + jnp.arange(turns)).reshape(-1))
-    block, turn = calls // turns, calls % turns
-    earliest = jnp.diff(block, prepend=-1) > 0
-    order = order_of_calls(turns - turn, jnp.sum(votes, axis=0)[block], voters)
-    order, places = top_k(jnp.where(earliest & eligible[block], order, -1.0), turns)
-    found = jnp.where(order >= 0, block[places], -1)
-    return ascending(jnp.pad(found, (0, count - turns), constant_values=-1))
-
-
-def order_of_calls(turns_left: jax.Array, sums: jax.Array, voters: int) -> jax.Array:
-    """The larger, the earlier a block is taken.
-
-    A sum of shares is at most the number of voters: it decides within a turn.
-    """
-    return turns_left + sums / (voters + 1)
+    blocks = jnp.arange(standing.shape[0])
+    return top_blocks(jnp.where((blocks >= first) & (blocks < end), standing, -1.0), count)

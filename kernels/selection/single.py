@@ -12,8 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kernels.selection.hot import fixed_point
-from jaxinfer.kernels.selection.lists import by_rank, ranks
-from jaxinfer.kernels.selection.scores import order_of_calls
+from jaxinfer.kernels.selection.scores import standing
 
 _NOTHING = -1e30
 """The log-sum-exp of no key, as a number that can be subtracted from itself."""
@@ -62,20 +61,15 @@ def candidates(
     -1 and 0 at the end where there are fewer.
     """
     voters, num_blocks = votes.shape
-    turns, blocks = min(count, num_blocks), lax.broadcasted_iota(jnp.int32, votes.shape, 1)
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     eligible = (blocks >= first) & (blocks < end)
-    # Whole rows: some thousands of blocks are one kernel, where `top_k` takes six.
-    _, chosen = lax.sort((jnp.where(eligible, -votes, 1.0), blocks), num_keys=2, is_stable=False)
-    # By turn, then by voter: of equal blocks the first call counts.
-    block, call, sums = chosen[:, :turns].T.reshape(-1), jnp.arange(voters * turns), jnp.sum(votes, axis=0)
-    # Once, not for every pair that is compared.
-    block, each = lax.optimization_barrier((block, sums[block]))
-    again = jnp.any((block == block[:, None]) & (call < call[:, None]), axis=1)
-    taken = ~again & (block >= first) & (block < end)
-    order = jnp.where(taken, order_of_calls(turns - call // voters, each, voters), -1.0)
-    value = jnp.where(taken, block + 1, 0)
-    found = by_rank(ranks(order, value), value, count) - 1
-    return found, jnp.where(found < 0, 0.0, sums[found] / voters)
+    sums = jnp.where(eligible, jnp.sum(votes, axis=0), 0.0)
+    # The whole row: some thousands of blocks are one kernel, where `top_k` takes six.
+    order = jnp.where(eligible, -standing(votes), 1.0)
+    _, found = lax.sort((order, blocks), num_keys=2, is_stable=False)
+    found = jnp.pad(found[:count], (0, max(0, count - num_blocks)))
+    taken = jnp.arange(count) < jnp.sum(eligible)
+    return jnp.where(taken, found, -1), jnp.where(taken, sums[found] / voters, 0.0)
 
 
 def entries(

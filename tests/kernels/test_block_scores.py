@@ -58,14 +58,14 @@ def test_best_groups(name: str, capsys: pytest.CaptureFixture, monkeypatch: pyte
     rows, blocks, per_block, dim, cut, limits = SCORES[name]
     monkeypatch.setattr(block_scores, "_PART", 32)  # several parts
     rng = np.random.default_rng(rows)
-    q, q_scale = query_index(normal(rng, rows, dim), jnp.eye(dim, dtype=jnp.bfloat16))
+    q, _ = query_index(normal(rng, rows, dim), jnp.eye(dim, dtype=jnp.bfloat16))
     index = normal(rng, blocks, per_block, dim).astype(TYPE)
     first, end = np.repeat(np.asarray(limits, np.int32), -(-rows // len(limits)), axis=0)[:rows].T
     index = index.at[int(end.max()) :].set(jnp.nan)
-    run = functools.partial(block_scores.block_scores, group=32, scale=SCALE, multiprocessors=2, blocks=cut)
+    run = functools.partial(block_scores.block_scores, multiprocessors=2, blocks=cut)
     with interpreted(capsys, monkeypatch):
-        best = jax.block_until_ready(jax.jit(run)(q, q_scale, index, first, end))
-    logits = group_logits(q[:, None], q_scale[:, None], index.reshape(-1, dim), group=32, scale=SCALE)[:, 0]
+        best = jax.block_until_ready(jax.jit(run)(q, index, first, end))
+    logits = group_logits(q[:, None], jnp.ones((rows, 1)), index.reshape(-1, dim), group=1, scale=1.0)[:, 0]
     wanted = jax.vmap(functools.partial(best_groups, per_block=per_block))(logits, first, end)
     eligible = (np.arange(blocks) >= first[:, None]) & (np.arange(blocks) < end[:, None])
     assert best.shape[1] >= blocks
@@ -77,10 +77,10 @@ def test_sums_that_float16_cannot_hold_are_its_largest(capsys: pytest.CaptureFix
     q = jnp.full((1, 64), 28, TYPE)
     index = jnp.stack([jnp.full((4, 64), 448, TYPE), jnp.full((4, 64), -448, TYPE), jnp.full((4, 64), 1, TYPE)])
     limits = jnp.zeros(1, jnp.int32), jnp.full(1, 3, jnp.int32)
-    run = functools.partial(block_scores.block_scores, group=1, scale=1.0, multiprocessors=2, blocks=SMALL)
+    run = functools.partial(block_scores.block_scores, multiprocessors=2, blocks=SMALL)
     with interpreted(capsys, monkeypatch):
-        best = jax.block_until_ready(jax.jit(run)(q, jnp.full(1, 2.0), index, *limits))
-    assert best[0, :3].tolist() == [2 * 65504.0, -np.inf, 2 * 28 * 64.0]
+        best = jax.block_until_ready(jax.jit(run)(q, index, *limits))
+    assert best[0, :3].tolist() == [65504.0, -np.inf, 28 * 64.0]
 
 
 MASSES = {

@@ -72,12 +72,10 @@ def shares(q, index, local_lse, first: int, end: int, group: int, block: int, sc
 
 
 def candidate_blocks(shares: np.ndarray, first: int, end: int, count: int) -> list[int]:
+    """The best of each voter (all of equal ones), then those with the largest sum of shares."""
     votes = shares.max(axis=0)
-    taken: list[int] = []
-    for turn in range(end - first):
-        choices = {sorted(range(first, end), key=lambda b: (-vote[b], b))[turn] for vote in votes}
-        taken += sorted(choices - set(taken), key=lambda b: (-votes[:, b].sum(), b))
-    return sorted(taken[:count])
+    best = [sum(vote[b] == max(vote) and vote[b] > 0 for vote in votes) for b in range(votes.shape[1])]
+    return sorted(sorted(range(first, end), key=lambda b: (-best[b], -votes[:, b].sum(), b))[:count])
 
 
 def masses(q, context, blocks: list[int], free, local_lse, block: int, scale: float) -> list[float]:

@@ -12,11 +12,17 @@ from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
 from jaxinfer.kernels.selection.index import group_index, query_index
-from jaxinfer.kernels.selection.lists import ascending, by_rank, join, ranks, top_blocks, top_k
+from jaxinfer.kernels.selection.lists import ascending, join, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
-from jaxinfer.kernels.selection.scores import candidate_blocks, estimated_shares, exact_masses, group_logits
+from jaxinfer.kernels.selection.scores import (
+    candidate_blocks,
+    estimated_shares,
+    exact_masses,
+    group_logits,
+    standing,
+)
 from tests.selection import slow
 
 # The exponential of a logit of 40 in float32 is off by 40 * 2^-24 and more, relative to itself.
@@ -130,9 +136,19 @@ def test_candidates(seed: int, count: int):
     first = int(rng.integers(0, 4))
     end = int(rng.integers(first, 13))
     shares[..., :first] = shares[..., end:] = 0
-    found = listed(candidate_blocks(jnp.max(jnp.asarray(shares), axis=0), first, end, count))
+    found = listed(candidate_blocks(standing(jnp.max(jnp.asarray(shares), axis=0)), first, end, count))
     assert found == slow.candidate_blocks(shares, first, end, count)
     assert len(found) == min(count, end - first)
+
+
+def test_a_voter_that_is_sure_is_heard():
+    """Three flat voters agree on blocks that a fourth has nothing of; its own choice is handed on all the same."""
+    votes = np.zeros((4, 8), np.float32)
+    votes[:3, 1:6] = np.linspace(0.3, 0.1, 5)
+    votes[3, 7] = 0.01
+    assert listed(candidate_blocks(standing(jnp.asarray(votes)), 1, 8, 2)) == [1, 7]
+    assert listed(candidate_blocks(standing(jnp.asarray(votes)), 1, 8, 3)) == [1, 2, 7]
+    assert listed(candidate_blocks(standing(jnp.asarray(votes)), 1, 7, 3)) == [1, 2, 3]
 
 
 @settings(max_examples=100)
@@ -222,9 +238,6 @@ def test_top_of_long_rows(seed: int, k: int, dtype):
 
 
 def test_lists():
-    order, blocks = jnp.asarray([2.0, 5.0, 2.0, -1.0]), jnp.asarray([7, 3, 4, 0])
-    assert np.asarray(ranks(order, blocks)).tolist() == [2, 0, 1, 3]
-    assert np.asarray(by_rank(ranks(order, blocks), blocks, 3)).tolist() == [3, 4, 7]
     assert np.asarray(ascending(jnp.asarray([[3, -1, 0], [-1, -1, 7]]))).tolist() == [[0, 3, -1], [7, -1, -1]]
     assert np.asarray(top_blocks(jnp.asarray([1.0, 2.0, 1.0, -1.0, 2.0]), 3)).tolist() == [0, 1, 4]
     assert np.asarray(top_blocks(jnp.asarray([1, -1]), 4)).tolist() == [0, -1, -1, -1]
