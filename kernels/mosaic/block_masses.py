@@ -22,6 +22,8 @@ STEP = 64
 _WARPGROUPS, _WARPGROUP_ROWS = 2, 128
 TILE = _WARPGROUPS * _WARPGROUP_ROWS
 """Rows of a tile."""
+_PADDED = 16, 32, 64
+"""Rows of a list with those that are added."""
 _STAGES = 4
 _REGISTERS = 232, 40
 """Of a thread of the math warpgroups, and of the copying one."""
@@ -51,8 +53,8 @@ class _Shape:
 
 def reason_against(rows: int, block: int, dim: int) -> str | None:
     """Why the kernel cannot take lists of so many rows, and blocks of `block` keys of `dim` numbers, None if it can."""
-    if rows > STEP:
-        return f"lists have {rows} rows, more than {STEP}"
+    if rows > _PADDED[-1]:
+        return f"lists have {rows} rows, more than {_PADDED[-1]}"
     if block not in (64, 128):
         return f"blocks have {block} keys, not 64 or 128"
     if dim % STEP:
@@ -77,7 +79,7 @@ def block_masses(
     """
     count, rows, dim = q.shape
     num_blocks, block, _ = keys.shape
-    listed, padded = lists.shape[1], 32 if rows <= 32 else 64
+    listed, padded = lists.shape[1], next(size for size in _PADDED if rows <= size)
     shape = _Shape(rows=padded, listed=listed, block=block, dim=dim, scale=scale * math.log2(math.e))
     order, tiles, number = schedule(lists, num_blocks, TILE // padded)
     operands = {
@@ -218,13 +220,18 @@ def _multiply(shape, operands, out, scratch, warpgroup):
     def across(values):
         return lax.broadcast_in_dim(values, (_WARPGROUP_ROWS, shape.block), [0])
 
-    @plgpu.nd_loop((operands["number"][0],), collective_axes="block", init_carry=jnp.int32(0))
-    def _of_tile(info, carry):
-        (tile,) = info.index
-        count = operands["tiles"][2, tile]
+    def skip(done):
+        """Lets the stages of a tile be filled again that has no rows for this warpgroup."""
+
+        @pl.loop(done, done + shape.steps)
+        def _step(step):
+            plgpu.barrier_wait(scratch["full"].at[lax.rem(step, jnp.int32(_STAGES))])
+            release(step)
+
+    def of_rows(tile, count, done):
         bias = plgpu.load(operands["bias"].at[operands["tiles"][0, tile]], layout=_COLUMN, optimized=False)
         logits = pl.run_scoped(
-            lambda accumulator: products(accumulator, carry),
+            lambda accumulator: products(accumulator, done),
             plgpu.WGMMAAccumulatorRef((_WARPGROUP_ROWS, shape.block), jnp.float32),
         )
         counts = lax.broadcast_in_dim(bias, logits.shape, [1]) == 0.0
@@ -248,6 +255,13 @@ def _multiply(shape, operands, out, scratch, warpgroup):
                 source = staged.at[pl.ds(place * shape.rows, shape.rows)]
                 plgpu.copy_smem_to_gmem(source, out.at[_entry(operands, tile, number)])
 
+    @plgpu.nd_loop((operands["number"][0],), collective_axes="block", init_carry=jnp.int32(0))
+    def _of_tile(info, carry):
+        (tile,) = info.index
+        count = operands["tiles"][2, tile]
+        mine = count > warpgroup * shape.entries
+        pl.when(mine)(lambda: of_rows(tile, count, carry))
+        pl.when(~mine)(lambda: skip(carry))
         return carry + shape.steps
 
     plgpu.wait_smem_to_gmem(0)

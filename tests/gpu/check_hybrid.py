@@ -43,6 +43,8 @@ from tests.gpu.hybrid_prompts import SMALL, WIDE, Prompts, Turn, compared, say, 
 MODULE = "tests.gpu.check_hybrid"
 GRACE = 8.0
 """Seconds after its turn in which a case ends its step, or is ended."""
+SELECTION = "retrieve", "level 1", "candidates", "level 2", "record", "hot", "choose"
+"""Parts that are the selection, whose kernels are listed one by one."""
 READY_SHARE = 0.75
 """Share of the time after which those that are still not ready are ended, as they may hang."""
 
@@ -58,17 +60,20 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
     hybrid = parse_policy("hybrid:window=512,dense_below=512,candidates=32") if small else PRESETS["balanced"]
     hybrid = hybrid.for_model(config.num_heads, config.latent_dim)
     policies = {"hybrid": (hybrid, False), "hybrid fp8": (hybrid, True), "dense": (DENSE, False)}
-    policies["hybrid, half the voters"] = dataclasses.replace(hybrid, voters=hybrid.voters // 2), False
+    policies["hybrid, half the probes"] = dataclasses.replace(hybrid, probes=hybrid.probes // 2), False
     layers = {
         name: Layer(config, of, contexts[0], chunk, 64, tile, mesh, e4m3) for name, (of, e4m3) in policies.items()
     }
     batches = {name: {c: of.batch(c) for c in contexts} for name, of in layers.items()}
 
+    tracing = threading.Lock()
+
     def ready(name: str) -> tuple[Callable, float]:
         begin = time.monotonic()
         shapes = layers[name].shapes(batches[name][contexts[0]])
-        program = jax.jit(layers[name].step, donate_argnums=2).lower(*shapes).compile()
-        return program, time.monotonic() - begin
+        with tracing:  # one at a time: functions are given names while they are traced
+            lowered = jax.jit(layers[name].step, donate_argnums=2).lower(*shapes)
+        return lowered.compile(), time.monotonic() - begin
 
     with ThreadPoolExecutor(len(layers)) as pool:
         programs = dict(zip(layers, pool.map(ready, layers), strict=True))
@@ -96,7 +101,11 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
                 kernels=len(timing.kernels),
                 parts={part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
                 strange={kernel: round(1e3 * seconds, 3) for kernel, seconds in list(strange.items())[:8]},
-                candidates=kernels["candidates"],
+                selection={
+                    f"{part}: {name[:50]}": round(1e3 * seconds, 4)
+                    for part in SELECTION
+                    for name, seconds in kernels[part].items()
+                },
                 good=finite,
             )
 
