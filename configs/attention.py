@@ -30,7 +30,8 @@ class Hybrid:
     sinks: int = 128
     """The first tokens of the sequence, which every query reads."""
     anchor_gap: int = 512
-    """Two neighbouring anchors are never further apart; every query reads all anchors before its window."""
+    """Two neighbouring anchors are never further apart, nor, at boundaries, nearer than half of it.  Every query reads
+    all anchors before its window."""
     anchor_boundaries: bool = True
     """Anchors stand at ends of paragraphs, sentences and lines where there are any; False: every `anchor_gap`
     tokens."""
@@ -145,6 +146,10 @@ class Hybrid:
     def max_retrieved(self) -> int:
         """Blocks retrieved at most."""
         return self.retrieve_blocks if self.retrieve_mass is None else 2 * self.retrieve_blocks
+
+    def most_anchors(self, tokens: int) -> int:
+        """Anchors of so many tokens at most: at boundaries they are more than half a gap apart, else a whole one."""
+        return tokens // (self.anchor_gap // 2 + 1 if self.anchor_boundaries else self.anchor_gap)
 
     def of_layer(self, layer: int) -> "Dense | Hybrid":
         """The policy of a layer: the last entry of `layers` that names it, or this one."""

@@ -45,32 +45,29 @@ def _code(text: str) -> int:
 
 
 class Anchors:
-    """Finds the anchors of sequences: one in each cell of half a gap, so that no two are further apart than the gap.
+    """Finds the anchors of sequences, one after another, further apart than half a gap and never than the gap.
 
-    A cell's anchor is its token of the highest rank, the last one of these; a line break after a line's end makes a
-    paragraph's end.  With `boundaries=False` there is one at the end of each whole gap.  The cells begin with the
-    sequence, and a cell without all its tokens has no anchor yet: what is found never changes.
+    The next anchor is the token of the highest rank among those that far behind the last one, of equal ones the last,
+    as if the first followed one before the sequence; a line break after a line's end makes a paragraph's end.  With
+    `boundaries=False` there is one at the end of each whole gap.  An anchor is known when all the tokens are that might
+    stand in its place: what is found never changes.
     """
 
     def __init__(self, codes: np.ndarray, gap: int, boundaries: bool):
-        self._codes, self._boundaries = codes, boundaries
-        self.cell = gap // 2 if boundaries else gap
-        """Tokens of which one is an anchor."""
+        self._codes, self._gap = codes, gap
+        self._least = gap // 2 + 1 if boundaries else gap
 
     def extend(self, found: list[int], ids: Sequence[int]) -> None:
-        """Adds to `found`, the anchors known of a sequence, those of the cells that `ids` has completed since."""
-        done, cells = len(found), len(ids) // self.cell
-        if cells == done:
+        """Adds to `found`, the anchors known of a sequence, those that `ids` has brought since."""
+        last = found[-1] if found else -1
+        if last + self._gap >= len(ids):
             return
-        starts = np.arange(done, cells) * self.cell
-        if not self._boundaries:
-            found.extend((starts + self.cell - 1).tolist())
-            return
-        first = done * self.cell
-        codes = self._codes[np.asarray(ids[max(first - 1, 0) : cells * self.cell])]
-        if first == 0:
-            codes = np.concatenate((np.zeros(1, np.uint8), codes))
+        # The token behind an anchor is too near to be one.
+        first = last + 2
+        codes = self._codes[np.asarray(ids[first - 1 :])]
         second_break = (codes[:-1] & _ENDS_LINE > 0) & (codes[1:] & _BLANK > 0)
-        ranks = np.where(second_break, _PARAGRAPH, codes[1:] & _RANK).reshape(-1, self.cell)
-        last_best = self.cell - 1 - np.argmax(ranks[:, ::-1], axis=1)
-        found.extend((starts + last_best).tolist())
+        ranks = np.where(second_break, _PARAGRAPH, codes[1:] & _RANK)
+        while last + self._gap < len(ids):
+            eligible = ranks[last + self._least - first : last + self._gap + 1 - first]
+            last += self._gap - int(np.argmax(eligible[::-1]))
+            found.append(last)

@@ -88,7 +88,7 @@ def sparse_workspace(
 def near_keys(policy: Hybrid, capacity: Capacity) -> int:
     """Keys that a layer of hybrid attention expands together: windows, sinks and anchors of one sequence."""
     each = [policy, *(of for _, _, of in policy.layers if isinstance(of, Hybrid))]
-    shared = policy.sinks + capacity.max_context * (2 if policy.anchor_boundaries else 1) // policy.anchor_gap
+    shared = policy.sinks + policy.most_anchors(capacity.max_context)
     runs = (window_runs(capacity.chunk_size, capacity.layout, of) for of in each)
     return max(window_keys(capacity.max_context + policy.hot_epoch, shared, of) for of in runs)
 

@@ -32,7 +32,7 @@ class SparseBatcher:
         unit = math.lcm(tile_pages, policy.hot_epoch // math.gcd(policy.hot_epoch, round_pages))
         self.table_pages = -(-layout.pages_needed(capacity.max_context, 0, 0) // unit) * unit
         """Pages of the longest sequence on a rank."""
-        self._shared = policy.sinks + capacity.max_context // anchors.cell
+        self._shared = policy.sinks + policy.most_anchors(capacity.max_context)
 
     def dense_tokens(self, segment: PrefillSegment) -> int:
         """How many of the first positions are read by the segment's queries that read all before them."""

@@ -61,6 +61,9 @@ def layer(small: bool, turn: Turn, out: Path) -> None:
     hybrid = hybrid.for_model(config.num_heads, config.latent_dim)
     policies = {"hybrid": (hybrid, False), "hybrid fp8": (hybrid, True), "dense": (DENSE, False)}
     policies["hybrid, half the probes"] = dataclasses.replace(hybrid, probes=hybrid.probes // 2), False
+    if not small:
+        heads = config.num_heads, config.latent_dim
+        policies |= {name: (PRESETS[name].for_model(*heads), False) for name in ("fast", "accurate")}
     layers = {
         name: Layer(config, of, contexts[0], chunk, 64, tile, mesh, e4m3) for name, (of, e4m3) in policies.items()
     }

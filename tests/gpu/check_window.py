@@ -43,7 +43,7 @@ SCALE = 192**-0.5
 NOPE, ROPE, V, RANK = 128, 64, 128, 512
 MULTIPROCESSORS = 132
 POLICY = Hybrid()
-CELL = POLICY.anchor_gap // 2
+GAP = POLICY.anchor_gap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ def numbers(check: Check, read: np.ndarray, known: np.ndarray) -> tuple[jax.Arra
 def run_check(name: str) -> dict[str, Any]:
     check, rng = CHECKS[name], np.random.default_rng(0)
     first, limit = (np.asarray(bound, np.int32) for bound in ranges_of(check, rng))
-    count = POLICY.sinks + check.context // CELL
-    before = (POLICY.sinks + np.maximum(first, 0) // CELL).astype(np.int32) * (limit > first)
+    count = POLICY.sinks + check.context // GAP
+    before = (POLICY.sinks + np.maximum(first, 0) // GAP).astype(np.int32) * (limit > first)
     if check.kind in ("random", "none"):
         before = rng.integers(0, count + 1, check.tokens).astype(np.int32) * (rng.random(check.tokens) < 0.8)
         before = before.astype(np.int32)
@@ -247,10 +247,10 @@ def latents(length: int) -> tuple[jax.Array, ...]:
 def run_near(length: int, form: str) -> dict[str, Any]:
     """What the last 8,192 queries of a context share, as `model.sparse` attends to it; `apart`: in two kernels."""
     first, limit = chunk(length - TOKENS)
-    cells = np.arange(POLICY.sinks // CELL + 1, length // CELL) * CELL + CELL // 2
-    shared = np.full(POLICY.sinks + length // CELL, np.iinfo(np.int32).max, np.int32)
+    anchors = np.arange(POLICY.sinks // GAP + 1, length // GAP) * GAP + GAP // 2
+    shared = np.full(POLICY.sinks + length // GAP, np.iinfo(np.int32).max, np.int32)
     shared[: POLICY.sinks] = np.arange(POLICY.sinks)
-    shared[POLICY.sinks :][: len(cells)] = cells
+    shared[POLICY.sinks :][: len(anchors)] = anchors
     before = np.searchsorted(shared, first)
     layout = Layout(1, 64, 64)
 

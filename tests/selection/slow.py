@@ -128,11 +128,12 @@ def hot_blocks(records: dict[int, list[tuple[int, int]]], epoch: int, first: int
 
 
 def anchors(ranks: list[int], gap: int, boundaries: bool) -> list[int]:
-    """One of the best rank in each half gap, the latest of them; whole halves only."""
+    """The best rank that is more than half a gap and at most a gap behind the last anchor, the latest of equal ones."""
     if not boundaries:
         return list(range(gap - 1, len(ranks), gap))
-    found = []
-    for start in range(0, len(ranks) - gap // 2 + 1, gap // 2):
-        cell = range(start, start + gap // 2)
-        found.append(max(cell, key=lambda position: (ranks[position], position)))
+    found, last = [], -1
+    while last + gap < len(ranks):
+        places = [place for place in range(last + 1, last + gap + 1) if place - last > gap / 2]
+        last = max(places, key=lambda place: (ranks[place], place))
+        found.append(last)
     return found

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.bundled import bundled_folder
+from jaxinfer.configs.attention import Hybrid
 from jaxinfer.engine.anchors import Anchors, boundary_codes
 from jaxinfer.tokenizer import Tokenizer, byte_tokenizer
 from tests.selection import slow
@@ -34,9 +35,9 @@ def test_any_division_finds_what_the_definition_says(ranks, gap, boundaries, dat
         at = min(len(ranks), at + data.draw(st.integers(1, 60)))
         finder.extend(found, ranks[:at])
     assert found == slow.anchors(ranks, gap, boundaries)
-    assert all(0 < b - a <= gap for a, b in itertools.pairwise(found))
-    assert not found or found[0] < gap
-    assert len(ranks) - (found[-1] if found else -1) <= 2 * gap
+    assert all(gap / 2 < b - a <= gap for a, b in itertools.pairwise([-1, *found]))
+    assert len(ranks) - (found[-1] if found else -1) <= gap
+    assert len(found) <= Hybrid(anchor_gap=gap, anchor_boundaries=boundaries).most_anchors(len(ranks))
 
 
 def words(tokenizer: Tokenizer, text: str, gap: int) -> list[str]:
@@ -58,9 +59,14 @@ def test_paragraphs_before_sentences_before_lines(tokenizer: Tokenizer):
 
 def test_two_line_breaks_in_two_tokens_end_a_paragraph():
     tokenizer = byte_tokenizer()
-    assert words(tokenizer, "ab. cd.\nef\n\ngh. ij. kl\nmnopqrstuvwxyz", 62) == [".\nef\n\n"]
-    across = "x" * 14 + "\n" + "\nyy. " + "z" * 11  # bos is the first token: the cells part the two line breaks
-    assert words(tokenizer, across, 32) == ["xxxxx\n", "xxxx\n\n"]
+    text = "ab. cd.\nef\n\ngh. ij. kl\nmnopqrstuvwxy"
+    assert words(tokenizer, text, 25) == [".\nef\n\n"]
+    finder, ids = Anchors(boundary_codes(tokenizer, 300), 25, True), tokenizer.encode(text)
+    for cut in range(len(ids)):  # bos is the first token
+        found: list[int] = []
+        finder.extend(found, ids[:cut])
+        finder.extend(found, ids)
+        assert found == [12]
 
 
 def test_codes():
