@@ -60,7 +60,7 @@ class Hybrid:
     retrieve_mass: float | None = None
     """Instead of a fixed count, the fewest blocks that hold this share of the candidates' softmax mass, though at
     least half and at most twice `retrieve_blocks`."""
-    hot_blocks: int = 4
+    hot_blocks: int = 2
     """Blocks that are read because queries of earlier epochs often retrieved them; decode counts the running epoch as
     well, and reads `retrieve_blocks` more."""
     hot_epoch: int = 4096
@@ -185,7 +185,7 @@ PRESETS: dict[str, Hybrid] = {
     "balanced": Hybrid(),
     "accurate": Hybrid(index_dim=256, candidates=128, voters=64, head_groups=8, retrieve_blocks=48, hot_blocks=8),
 }
-"""Budgets by name: about 7.0, 7.8 and 12.4 thousand keys a query on the mean of a prompt of a million tokens."""
+"""Budgets by name: about 7.2, 7.7 and 12.5 thousand keys a query on the mean of a prompt of a million tokens."""
 
 AUTO_DENSE_BELOW: int | None = 24576
 """The position from which on `auto` reads sparsely on a GPU; None: nowhere.
