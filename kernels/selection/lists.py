@@ -49,6 +49,20 @@ def top_k(values: Float[Array, "... N"] | Int[Array, "... N"], k: int) -> tuple[
     return found, jnp.take_along_axis(best, places // piece, axis=-1) * piece + places % piece
 
 
+def ranks(order: Float[Array, " N"] | Int[Array, " N"], blocks: Int[Array, " N"]) -> Int[Array, " N"]:
+    """How many come before each: those of larger order, of equal ones those of a lower block.
+
+    All pairs are compared: for some hundreds of blocks one small kernel, where sorting them is several.
+    """
+    before = (order > order[:, None]) | ((order == order[:, None]) & (blocks < blocks[:, None]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
+def by_rank(ranks: Int[Array, " N"], values: Int[Array, " N"], count: int) -> Int[Array, " count"]:
+    """The values at ranks below `count`, of which none is there twice; 0 where none is."""
+    return jnp.sum(jnp.where(ranks == jnp.arange(count)[:, None], values, 0), axis=1, dtype=jnp.int32)
+
+
 def top_blocks(order: Float[Array, " NB"] | Int[Array, " NB"], count: int) -> Int[Array, " count"]:
     """The `count` blocks of the largest order that is not negative; of equal ones the earlier is taken."""
     values, blocks = top_k(order, min(count, order.shape[0]))

@@ -1,7 +1,7 @@
 """The selection of a single token, which reads all candidates, in few kernels.
 
-It is that of the other modules.  Where one query block is all there is to select for, a step takes as long as its
-kernels are many: blocks are compared in pairs, where many rows are better sorted.
+It is that of the other modules, but for its candidates.  Where one query block is all there is to select for, a step
+takes as long as its kernels are many: blocks are compared in pairs, where many rows are better sorted.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kernels.selection.hot import fixed_point
-from jaxinfer.kernels.selection.scores import standing
+from jaxinfer.kernels.selection.lists import by_rank, ranks
 
 _NOTHING = -1e30
 """The log-sum-exp of no key, as a number that can be subtracted from itself."""
@@ -56,20 +56,31 @@ def shares(best: Float[Array, "V NB"], local_lse: Float[Array, " V"], first, end
 def candidates(
     votes: Float[Array, "V NB"], first, end, count: int
 ) -> tuple[Int[Array, " count"], Float[Array, " count"]]:
-    """The blocks of `scores.candidate_blocks` in the order in which they are taken, and the mean of their votes.
+    """The blocks that the token reads, in the order in which they are taken, and the mean of their votes.
 
-    -1 and 0 at the end where there are fewer.
+    The voters take turns: every voter's best block, then every voter's second, and so on.  Of the last turn, which does
+    not fit whole, the blocks with the largest sum over the voters are taken; of equal ones the earlier block.  -1 and 0
+    at the end where there are fewer.
+
+    A token has one list for all heads, and no second level ranks it: what a single voter looks for, and is not sure
+    of, a sum over many loses (`scores.standing`; two of thirty look-ups of `retrieval-probe`).
     """
     voters, num_blocks = votes.shape
-    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    turns, blocks = min(count, num_blocks), lax.broadcasted_iota(jnp.int32, votes.shape, 1)
     eligible = (blocks >= first) & (blocks < end)
-    sums = jnp.where(eligible, jnp.sum(votes, axis=0), 0.0)
-    # The whole row: some thousands of blocks are one kernel, where `top_k` takes six.
-    order = jnp.where(eligible, -standing(votes), 1.0)
-    _, found = lax.sort((order, blocks), num_keys=2, is_stable=False)
-    found = jnp.pad(found[:count], (0, max(0, count - num_blocks)))
-    taken = jnp.arange(count) < jnp.sum(eligible)
-    return jnp.where(taken, found, -1), jnp.where(taken, sums[found] / voters, 0.0)
+    # Whole rows: some thousands of blocks are one kernel, where `top_k` takes six.
+    _, chosen = lax.sort((jnp.where(eligible, -votes, 1.0), blocks), num_keys=2, is_stable=False)
+    # By turn, then by voter: of equal blocks the first call counts.
+    block, call, sums = chosen[:, :turns].T.reshape(-1), jnp.arange(voters * turns), jnp.sum(votes, axis=0)
+    # Once, not for every pair that is compared.
+    block, each = lax.optimization_barrier((block, sums[block]))
+    again = jnp.any((block == block[:, None]) & (call < call[:, None]), axis=1)
+    taken = ~again & (block >= first) & (block < end)
+    # A sum of shares is at most the number of voters: it decides within a turn.
+    order = jnp.where(taken, turns - call // voters + each / (voters + 1), -1.0)
+    value = jnp.where(taken, block + 1, 0)
+    found = by_rank(ranks(order, value), value, count) - 1
+    return found, jnp.where(found < 0, 0.0, sums[found] / voters)
 
 
 def entries(

@@ -417,9 +417,8 @@ def time_rest(size: Size) -> dict[str, Any]:
 
 K = 1024
 VARIANTS = {
-    "pieces of 256 groups, 8 stages": Blocks(piece=256, stages=8),
     "pieces of 256 groups, 4 stages": Blocks(piece=256, stages=4),
-    "pieces of 128 groups, 16 stages": Blocks(piece=128, stages=16),
+    "pieces of 128 groups, 8 stages": Blocks(piece=128, stages=8),
 }
 
 

@@ -78,6 +78,15 @@ def candidate_blocks(shares: np.ndarray, first: int, end: int, count: int) -> li
     return sorted(sorted(range(first, end), key=lambda b: (-best[b], -votes[:, b].sum(), b))[:count])
 
 
+def by_turns(votes: np.ndarray, first: int, end: int, count: int) -> list[int]:
+    """Every voter's best, then every voter's second, and so on; within a turn those with the largest sum."""
+    taken: list[int] = []
+    for turn in range(end - first):
+        choices = {sorted(range(first, end), key=lambda b: (-vote[b], b))[turn] for vote in votes}
+        taken += sorted(choices - set(taken), key=lambda b: (-votes[:, b].sum(), b))
+    return sorted(taken[:count])
+
+
 def masses(q, context, blocks: list[int], free, local_lse, block: int, scale: float) -> list[float]:
     found = np.zeros((*q.shape[:2], len(blocks)))
     for p in range(q.shape[0]):

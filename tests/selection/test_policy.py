@@ -14,7 +14,7 @@ def test_presets_are_policies():
     assert parse_policy("hybrid") == PRESETS["balanced"] == Hybrid()
     assert parse_policy("dense") == Dense()
     budgets = [policy.retrieve_blocks + policy.hot_blocks for policy in PRESETS.values()]
-    assert budgets == [14, 20, 56]
+    assert budgets == [14, 18, 56]
 
 
 def test_automatic_is_dense_up_to_the_crossover():
@@ -86,8 +86,8 @@ def test_layers_of_their_own():
         ("hybrid:anchor_gap=1", "expected an anchor_gap of at least 2, got 1"),
         ("hybrid:anchor_gap=8192", "expected an anchor_gap of at most window=4096, got 8192"),
         ("hybrid:retrieve_mass=1.5", r"expected retrieve_mass in \(0, 1\], got 1.5"),
-        ("hybrid:candidates=19", r"expected candidates of at least 20 \(retrieved and hot blocks\), got 19"),
-        ("hybrid:candidates=30,voters=128", "expected candidates of at least 36 .each voter"),
+        ("hybrid:candidates=17", r"expected candidates of at least 18 \(retrieved and hot blocks\), got 17"),
+        ("hybrid:candidates=30,voters=128", "expected candidates of at least 34 .each voter"),
     ],
 )
 def test_refused(text: str, words: str):

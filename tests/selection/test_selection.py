@@ -12,7 +12,7 @@ from jaxinfer.kernels.selection import hot as hot_module
 from jaxinfer.kernels.selection.choice import retrieved_blocks
 from jaxinfer.kernels.selection.grid import eligible_blocks, window_start
 from jaxinfer.kernels.selection.index import group_index, query_index
-from jaxinfer.kernels.selection.lists import ascending, join, top_blocks, top_k
+from jaxinfer.kernels.selection.lists import ascending, by_rank, join, ranks, top_blocks, top_k
 from jaxinfer.kernels.selection.means import group_means
 from jaxinfer.kernels.selection.probes import probe_rows
 from jaxinfer.kernels.selection.retrieve import retrieve, voting_heads
@@ -238,6 +238,9 @@ def test_top_of_long_rows(seed: int, k: int, dtype):
 
 
 def test_lists():
+    order, blocks = jnp.asarray([2.0, 5.0, 2.0, -1.0]), jnp.asarray([7, 3, 4, 0])
+    assert np.asarray(ranks(order, blocks)).tolist() == [2, 0, 1, 3]
+    assert np.asarray(by_rank(ranks(order, blocks), blocks, 3)).tolist() == [3, 4, 7]
     assert np.asarray(ascending(jnp.asarray([[3, -1, 0], [-1, -1, 7]]))).tolist() == [[0, 3, -1], [7, -1, -1]]
     assert np.asarray(top_blocks(jnp.asarray([1.0, 2.0, 1.0, -1.0, 2.0]), 3)).tolist() == [0, 1, 4]
     assert np.asarray(top_blocks(jnp.asarray([1, -1]), 4)).tolist() == [0, -1, -1, -1]

@@ -39,7 +39,7 @@ def test_candidates(seed: int, count: int):
     blocks, masses = (np.asarray(found) for found in single.candidates(jnp.asarray(votes), first, end, count))
     taken = blocks[blocks >= 0]
     assert taken.tolist() == blocks[: len(taken)].tolist()
-    assert sorted(taken.tolist()) == slow.candidate_blocks(votes[None], first, end, count)
+    assert sorted(taken.tolist()) == slow.by_turns(votes, first, end, count)
     np.testing.assert_allclose(masses[: len(taken)], votes[:, taken].mean(axis=0), rtol=1e-6)
     assert not np.any(masses[len(taken) :])
 
