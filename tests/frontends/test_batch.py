@@ -1,6 +1,7 @@
 """Batch files: every line is answered once, whatever happens."""
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,13 @@ def test_an_interrupt_loses_no_line_and_leaves_no_request(tmp_path: Path, monkey
         _thread.interrupt_main()
 
     engine.runner.fail = fail  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, engine, max_in_flight=4)
+    # Shells start what runs in the background with interrupts ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, engine, max_in_flight=4)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     stats = engine.stats()
     assert stats.free_pages == stats.total_pages
     assert threading.active_count() < 10
