@@ -25,7 +25,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.model.attention import Attention, rotations
 from jaxinfer.model.batch import PrefillBatch, local
 from jaxinfer.model.block import Block
-from jaxinfer.model.context import in_order
+from jaxinfer.model.context import Part, in_order
 from jaxinfer.model.index import index_projections
 from jaxinfer.model.linear import normalised
 from jaxinfer.model.params import apart, together, use
@@ -158,7 +158,8 @@ def _look(module, x, cache, layer, batch, angles, layout, plan, policies, rows) 
     absorbed = jnp.concatenate((absorbed.astype(q.dtype), q[rows, :, nope:]), axis=-1)
     pages = batch.tile_pages.shape[1]
     table, tiles = batch.sparse.pages[0], -(-batch.positions.shape[0] // (pages * layout.page_size))
-    context = in_order(cache.latents[0], layer, table, jnp.int32(tiles), batch.homes[0], layout, tile_pages=pages)
+    parts = [Part(cache.latents[0], layer)]
+    (context,) = in_order(parts, table, jnp.int32(tiles), batch.homes[0], layout, tile_pages=pages)
     logits = jnp.einsum("thd,sd->ths", absorbed, context, preferred_element_type=jnp.float32) * scale
     seen = jnp.arange(context.shape[0]) <= rows[:, None, None]
     mass = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)

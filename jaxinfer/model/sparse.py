@@ -20,7 +20,7 @@ from jaxinfer.kernels.selection.index import group_index
 from jaxinfer.kernels.selection.lists import join
 from jaxinfer.kernels.selection.retrieve import Retrieval, retrieve
 from jaxinfer.model.batch import PrefillBatch
-from jaxinfer.model.context import in_order
+from jaxinfer.model.context import Part, in_order
 from jaxinfer.model.policies import Policies
 from jaxinfer.model.voters import Voters
 from jaxinfer.sharding.collectives import all_reduce, merge
@@ -172,15 +172,17 @@ def attend(
         mine = (batch.segments == segment) & (segment >= 0) & ~reads_all(batch.positions, policy)
         my_blocks = (queries.segments == segment) & (segment >= 0) & ~reads_all(queries.start, policy)
 
-        def gathered(array, layer, unit=1):
+        def gathered(*parts):
             pages, tiles, home = batch.sparse.pages[index], batch.sparse.tiles[index], batch.homes[segment]
-            tile_pages = batch.tile_pages.shape[1]
-            return in_order(array, layer, pages, tiles, home, layout, tile_pages=tile_pages, unit=unit)
+            return in_order(parts, pages, tiles, home, layout, tile_pages=batch.tile_pages.shape[1])
 
-        latents = expand(jax.tree.map(lambda array: gathered(array, cache.place), cache.latents), q.dtype)
+        arrays, structure = jax.tree.flatten(cache.latents)
+        of_groups = Part(cache.index, cache.layer, policy.group)
+        *arrays, of_groups = gathered(*(Part(array, cache.place) for array in arrays), of_groups)
+        latents = expand(jax.tree.unflatten(structure, arrays), q.dtype)
         shared = batch.sparse.shared[index]
         free = jnp.ones(latents.shape[0], bool).at[shared].set(False, mode="drop")
-        context = Context(latents, gathered(cache.index, cache.layer, policy.group), shared, free)
+        context = Context(latents, of_groups, shared, free)
         near = _attend_near(q, k_b, v_b, context, jnp.where(mine, batch.positions, -1), layout, policy, scale)
 
         first, end = eligible_blocks(windows(queries.start, policy), sinks=policy.sinks, block=policy.block)
@@ -194,7 +196,8 @@ def attend(
         page = jnp.where(my_blocks, queries.page, records.shape[1])
         records = records.at[cache.row, page, queries.slot].set(found_now, mode="drop")
 
-        hot = _hot(gathered(records, cache.row, policy.query_block), queries.start, first, end, num_blocks, policy)
+        (left,) = gathered(Part(records, cache.row, policy.query_block))
+        hot = _hot(left, queries.start, first, end, num_blocks, policy)
         selection = _choose(found.masses, found.candidates, hot, far, policy)
         distant = _attend_far(queries, v_b, context, selection, my_blocks, tokens, policy, scale, unit)
         chosen = jax.tree.map(lambda new, old: jnp.where(_over(my_blocks, new), new, old), selection, chosen)

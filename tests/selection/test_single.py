@@ -1,5 +1,6 @@
 """The selection of a single token against that of query blocks, and against slow and obvious forms."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from jaxinfer.kernels.selection import hot, single
 from jaxinfer.kernels.selection.scores import best_groups, shares_of_best
 from tests.selection import slow
+
+CANDIDATES = jax.jit(single.candidates, static_argnums=3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -36,7 +39,7 @@ def test_candidates(seed: int, count: int):
     first = int(rng.integers(0, 4))
     end = int(rng.integers(first, 13))
     votes[:, :first] = votes[:, end:] = 0
-    blocks, masses = (np.asarray(found) for found in single.candidates(jnp.asarray(votes), first, end, count))
+    blocks, masses = (np.asarray(found) for found in CANDIDATES(jnp.asarray(votes), first, end, count))
     taken = blocks[blocks >= 0]
     assert taken.tolist() == blocks[: len(taken)].tolist()
     assert sorted(taken.tolist()) == slow.by_turns(votes, first, end, count)
