@@ -101,16 +101,18 @@ def test_neighbours_and_reused_pages_do_not_show():
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["int8", "fp8_e4m3"])
 def test_a_quantised_cache(kv: str):
-    """Budgets for everything are dense attention over the same cache, on other meshes too."""
-    with opened("dense", kv=kv) as llm:
+    """Budgets for everything are dense attention over the same cache.
+
+    On the same mesh, where the first layer's cache is the same to the bit.  In later layers a latent between two
+    numbers of the format may be rounded the other way; few rows lean on one, and move by a part of a step (e4m3: 6 of
+    900, by 8e-5).
+    """
+    with opened("dense", "cp=2", 64, kv=kv) as llm:
         wanted = llm.logits(prompt(900))
     with opened(EVERYTHING, "cp=2", 64, kv=kv) as llm:
-        found = llm.logits(prompt(900))
-    # A latent that lies between two numbers of the format may be rounded the other way there: a row that leans on it
-    # moves by a part of a step of the format, the others by float32's rounding.
-    apart = np.max(np.abs(found - wanted), axis=-1)
+        apart = np.max(np.abs(llm.logits(prompt(900)) - wanted), axis=-1)
     assert np.mean(apart > 2e-5) < 0.01
-    assert np.max(apart) < 1e-3
+    assert np.max(apart) < 2e-4
 
 
 @pytest.mark.slow
